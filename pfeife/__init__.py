@@ -15,10 +15,10 @@ from pfeife.version import VERSION
 __version__ = VERSION
 _LISTED = ast.parse(Path(__file__).with_suffix(".pyi").read_text()).body
 _PLACES = {
-    name.name: one.module
-    for one in _LISTED
-    if isinstance(one, ast.ImportFrom)
-    for name in one.names
+    name.name: statement.module
+    for statement in _LISTED
+    if isinstance(statement, ast.ImportFrom)
+    for name in statement.names
 }
 __all__ = sorted(_PLACES)
 _FOLDERS = ("cost", "integrations", "report", "runtime", "sched", "testing")  # of the reference
@@ -27,13 +27,13 @@ _FOLDERS = ("cost", "integrations", "report", "runtime", "sched", "testing")  # 
 def __getattr__(name: str) -> Any:
     """A folder of the package (`backend` can be called as well), or a name of those."""
     if importlib.util.find_spec(f"pfeife.{name}") is not None:
-        found = importlib.import_module(f"pfeife.{name}")
+        attribute = importlib.import_module(f"pfeife.{name}")
     elif name in _PLACES:
-        found = getattr(importlib.import_module(_PLACES[name]), name)
+        attribute = getattr(importlib.import_module(_PLACES[name]), name)
     else:
         raise AttributeError(f"module 'pfeife' has no attribute {name!r}")
-    globals()[name] = found
-    return found
+    globals()[name] = attribute  # the next access does not come here
+    return attribute
 
 
 def __dir__() -> list[str]:

@@ -46,35 +46,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status: 2 for a mistake, which is said in a line."""
     parser = _parser()
     typed = sys.argv[1:] if arguments is None else arguments
-    given = parser.parse_args(typed, argparse.Namespace(typed=shlex.join(["pfeife", *typed])))
-    if given.command is None:
+    # The command as typed is among the options: answers say how somebody else gets them again.
+    options = parser.parse_args(typed, argparse.Namespace(typed=shlex.join(["pfeife", *typed])))
+    if options.command is None:
         print(parser.format_help().rstrip())
         return 0
     try:
         with _told():
-            text = COMMANDS[given.command].run(given)
+            text = COMMANDS[options.command].run(options)
         if text:
             print(text)
-            sys.stdout.flush()
+            sys.stdout.flush()  # a closed pipe is to fail here, where that is expected
     except BrokenPipeError:  # who reads has seen enough
+        # Python flushes the output once more at its end, which must not fail again. The status is
+        # that of a program that SIGPIPE ends (128 + 13), as 130 is that of an interrupted one.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except KeyboardInterrupt:
-        print(f"pfeife {given.command}: interrupted", file=sys.stderr)
+        print(f"pfeife {options.command}: interrupted", file=sys.stderr)
         return 130
     except (ValueError, OSError) as error:
-        print(f"pfeife {given.command}: {_by_flags(str(error), given)}", file=sys.stderr)
+        print(f"pfeife {options.command}: {_by_flags(str(error), options)}", file=sys.stderr)
         return 2
     return 0
 
 
-def _by_flags(text: str, given: argparse.Namespace) -> str:
+def _by_flags(text: str, options: argparse.Namespace) -> str:
     """A message in a line, with the flags of a command in place of Python's names of its options:
     --memory 80000000 for memory_limit=80000000."""
 
     def flag(match: re.Match[str]) -> str:
         name = {"memory_limit": "memory"}.get(match["name"], match["name"])
-        return f"--{name.replace('_', '-')} {match['value']}" if name in given else match[0]
+        return f"--{name.replace('_', '-')} {match['value']}" if name in options else match[0]
 
     return re.sub(r"\b(?P<name>[a-z_]+)=(['\"]?)(?P<value>[\w.-]+)\2", flag, " ".join(text.split()))
 
@@ -91,7 +94,7 @@ def _told() -> Iterator[None]:
         yield
     finally:
         log.removeHandler(lines)
-        log.setLevel(before)
+        log.setLevel(before)  # `main` may be called again in this process, as tests do
 
 
 def _parser() -> argparse.ArgumentParser:

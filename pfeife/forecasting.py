@@ -78,6 +78,7 @@ class Question:
                     f"{name}={getattr(self, name)} and replicas={self.replicas}: every replica has "
                     "the same number of them"
                 )
+        # These raise for what they do not know: here it costs nothing, after a capture a minute.
         if isinstance(self.machine, str):
             machine_of(self.machine)
         if self.optimizer is not None:
@@ -93,6 +94,7 @@ class Question:
 
     @property
     def mesh(self) -> Mesh:
+        """How the ranks are pipelines and replicas."""
         return Mesh(self.each, self.replicas)
 
 
@@ -133,13 +135,15 @@ def forecast(
 
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     >>> step = lambda x: net(x).square().mean()
-    >>> found = pfeife.forecast(step, torch.ones(2, 4), machine="cpu-core", ranks=2, microbatches=4)
-    >>> found.plan.stages, found.forecast.parameters, found.forecast.step_seconds < 1
+    >>> batch = torch.ones(2, 4)
+    >>> outlook = pfeife.forecast(step, batch, machine="cpu-core", ranks=2, microbatches=4)
+    >>> figures = outlook.forecast
+    >>> outlook.plan.stages, figures.parameters, figures.step_seconds < 1
     (2, 40, True)
     """
-    asked = Question(**question)
+    valid_question = Question(**question)
     flat = step if isinstance(step, Program) else flat_program(step, *microbatch, cache=cache)
-    return answer(flat, asked, progress)
+    return answer(flat, valid_question, progress)
 
 
 def flat_program(
@@ -147,51 +151,57 @@ def flat_program(
 ) -> Program:
     """A step captured for planning: as `capture` does, where all tensors of a microbatch have their
     rows in front, and nobody asks how the losses of microbatches combine."""
-    found = capture(step, *microbatch, loss_reduction="mean", cache=cache, **kwargs)
+    program = capture(step, *microbatch, loss_reduction="mean", cache=cache, **kwargs)
     inputs = (
         attrs.evolve(port, batch_dim=0) if port.role == Role.BATCH and port.shape else port
-        for port in found.inputs
+        for port in program.inputs
     )
-    return attrs.evolve(found, inputs=tuple(inputs))
+    return attrs.evolve(program, inputs=tuple(inputs))
 
 
-def answer(flat: Program, asked: Question, progress: Progress | None = None) -> Outlook:
+def answer(flat: Program, question: Question, progress: Progress | None = None) -> Outlook:
     """What `forecast` says of a flat program."""
-    machine = asked.machine if isinstance(asked.machine, Machine) else machine_of(asked.machine)
-    clusters = _clusters(flat, asked, machine)
-    mesh, replicas = asked.mesh, Replicas(asked.replicas, asked.data_parallel)
-    network = asked.network.within(mesh) if asked.network else None
-    between = asked.network.between(mesh) if asked.network and asked.replicas > 1 else None
-    plan = asked.plan or _plan(clusters, asked, machine, network, replicas, progress)
+    machine = (
+        question.machine if isinstance(question.machine, Machine) else machine_of(question.machine)
+    )
+    clusters = _clusters(flat, question, machine)
+    mesh, replicas = question.mesh, Replicas(question.replicas, question.data_parallel)
+    # Two views of the links: those in a pipeline carry the messages of stages, those between the
+    # pipelines the gradients that replicas reduce.
+    network = question.network.within(mesh) if question.network else None
+    between = question.network.between(mesh) if question.network and question.replicas > 1 else None
+    plan = question.plan or _plan(clusters, question, machine, network, replicas, progress)
     program = apply(plan, replicas)(clusters)
     schedule = verify_schedule(lower(plan.schedule, program))
-    target = Target(machine, network, between, asked.optimizer, asked.memory_limit)
+    target = Target(machine, network, between, question.optimizer, question.memory_limit)
     run = expected(program, schedule, target)
-    figures = forecast_of(plan, clusters, program, run, target, schedule_name(asked))
-    joins = asked.network.summary if asked.network else ""
+    figures = forecast_of(plan, clusters, program, run, target, schedule_name(question))
+    joins = question.network.summary if question.network else ""
     within = cut_blocks(clusters, plan.stage_of_cluster)
     figures = attrs.evolve(figures, network=joins, cut_blocks=within)
     return Outlook(clusters, program, schedule, plan, target, run, figures, replicas)
 
 
-def schedule_name(asked: Question) -> str:
+def schedule_name(question: Question) -> str:
     """What a question's schedule is called."""
-    if asked.plan is not None:
+    if question.plan is not None:
         return "the given plan"
-    given = asked.schedule
-    return given if isinstance(given, str) else f"a {type(given).__name__}"
+    schedule = question.schedule
+    return schedule if isinstance(schedule, str) else f"a {type(schedule).__name__}"
 
 
-def _clusters(flat: Program, asked: Question, machine: Machine) -> Program:
+def _clusters(flat: Program, question: Question, machine: Machine) -> Program:
     """The clusters with costs."""
     passes = []
-    if asked.master is not None:
-        wide = getattr(torch, asked.master, None)
+    if question.master is not None:
+        wide = getattr(torch, question.master, None)
         if not isinstance(wide, torch.dtype):
-            raise ValueError(f"master={asked.master!r}: must be a dtype such as 'float32'")
+            raise ValueError(f"master={question.master!r}: must be a dtype such as 'float32'")
         passes.append(master_weights(wide))
-    passes.append(fuse(boundaries=asked.split_at or {}))  # type: ignore[arg-type]
-    if splits(asked.schedule) and flat.ports(Role.TANGENT) and asked.plan is None:
+    passes.append(fuse(boundaries=question.split_at or {}))  # type: ignore[arg-type]
+    # Without tangents there is no backward to split. Where there is a plan already, `apply` splits
+    # as its schedule wants it.
+    if splits(question.schedule) and flat.ports(Role.TANGENT) and question.plan is None:
         passes.append(split_backward())
     fused = compose(*passes)(flat)
     return annotate(estimate(fused, machine))(fused)
@@ -199,28 +209,28 @@ def _clusters(flat: Program, asked: Question, machine: Machine) -> Program:
 
 def _plan(
     clusters: Program,
-    asked: Question,
+    question: Question,
     machine: Machine,
     network: Network | None,
     replicas: Replicas,
     progress: Progress | None,
 ) -> Plan:
-    given = isinstance(asked.schedule, Schedule)
+    schedule_given = isinstance(question.schedule, Schedule)
     return make_plan(
         clusters,
         machine=machine,
-        microbatches=asked.microbatches // asked.replicas,
-        ranks=asked.each,
-        stages=None if given else asked.stages,
-        schedule=asked.schedule,
-        cuts=split_at(clusters, asked.split_at) if asked.split_at else None,
-        memory_limit=asked.memory_limit,
-        cut_at=asked.cut_at,
+        microbatches=question.microbatches // question.replicas,
+        ranks=question.each,
+        stages=None if schedule_given else question.stages,
+        schedule=question.schedule,
+        cuts=split_at(clusters, question.split_at) if question.split_at else None,
+        memory_limit=question.memory_limit,
+        cut_at=question.cut_at,
         network=network,
-        optimizer=asked.optimizer,
+        optimizer=question.optimizer,
         replicas=replicas,
-        search_seconds=asked.search_seconds,
-        jobs=asked.jobs,
-        recompute=asked.recompute,
+        search_seconds=question.search_seconds,
+        jobs=question.jobs,
+        recompute=question.recompute,
         progress=progress,
     )

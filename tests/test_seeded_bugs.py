@@ -291,7 +291,11 @@ BUGS_OF_SIZES = {
     ),
     "a constant in captured nodes": (ports, 'node.meta["sizes"] = layout', "pass"),
     "constants in a file": (
-        *(program_json, "sizes = None if one.sizes is None else value(one.sizes)", "sizes = None"),
+        *(
+            program_json,
+            "sizes = None if stored.sizes is None else value(stored.sizes)",
+            "sizes = None",
+        ),
     ),
     "messages of the capture": (
         *(interpret, "named = dict(zip(self.sizes, sizes, strict=False))", "named = {}"),

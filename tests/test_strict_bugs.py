@@ -196,14 +196,14 @@ def reduced(pace=Pace.COMPUTING, case=Case.TRAINING, job=steps_of, **made):
         ),
         (
             batch_norms,
-            "max(sizes.values()) * len(mine.statistics) - len(given)",
+            "max(sizes.values()) * len(result.statistics) - len(message)",
             "0",
             {"case": Case.NORMED},
         ),
         (
             announced,
-            "[*first, *Envelope(layouts).pack(told)]",
-            "[*Envelope(layouts).pack(told), *first]",
+            "[*first, *Envelope(layouts).pack(announced)]",
+            "[*Envelope(layouts).pack(announced), *first]",
             {"case": Case.SIZED},
         ),
     ],

@@ -59,18 +59,18 @@ def without_values(like: torch.Tensor, device: torch.device, record: Record) -> 
     """A tensor with the shape, strides and dtype of another one, which takes no memory."""
     _kernel()
     layout: Any = {"strides": like.stride(), "dtype": like.dtype, "device": device}
-    found = torch.empty(0, dtype=like.dtype, device=device)
+    tensor = torch.empty(0, dtype=like.dtype, device=device)
     with _native():
         # The constructor of subclasses has no public name. `data` takes all but the subclass.
         wrapper: Any = torch.Tensor._make_wrapper_subclass(
             _Wrapper, like.shape, _extra_dispatch_keys=_KEYS, **layout
         )
-        found.data = wrapper
-        torch._C._set_throw_on_mutable_data_ptr(found)
-    storage: Any = found.untyped_storage()  # one object, as long as the memory would be there
+        tensor.data = wrapper
+        torch._C._set_throw_on_mutable_data_ptr(tensor)
+    storage: Any = tensor.untyped_storage()  # one object, as long as the memory would be there
     storage.__class__ = _Storage
     storage.record = record
-    return found
+    return tensor
 
 
 def let_go(tensor: torch.Tensor, record: Record) -> None:
@@ -86,6 +86,7 @@ def let_go_all(tensors: Sequence[torch.Tensor], record: Record) -> None:
     for tensor in tensors:
         layout = tensor.size(), tensor.stride(), tensor.storage_offset()
         with _native(), torch.no_grad():
+            # A storage may have bytes left over behind the last element of this type.
             numbers = whole[: size - size % tensor.itemsize].view(tensor.dtype)
             tensor.data = numbers.as_strided(*layout)
 
@@ -122,16 +123,16 @@ class _Storage(torch.UntypedStorage):
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.UntypedStorage:
         """Of the plain class, which torch asks for; `set_` makes it one of these."""
         size = torch.empty(self.nbytes(), dtype=torch.uint8, device="meta")
-        found: Any = without_values(size, self.device, self.record).untyped_storage()
-        found.__class__ = torch.UntypedStorage
-        return found
+        storage: Any = without_values(size, self.device, self.record).untyped_storage()
+        storage.__class__ = torch.UntypedStorage
+        return storage
 
 
 def _native() -> contextlib.AbstractContextManager[None]:
     """While tensors without values are as any others, for what looks at none of their values. If
     it moves: `torch._C._dispatch_tls_set_dispatch_key_excluded`."""
-    found: contextlib.AbstractContextManager[None] = torch._C._ExcludeDispatchKeyGuard(_KEYS)
-    return found
+    guard: contextlib.AbstractContextManager[None] = torch._C._ExcludeDispatchKeyGuard(_KEYS)
+    return guard
 
 
 @functools.cache
@@ -170,6 +171,7 @@ def _answered(operation: OpOverload, *args: Any, **kwargs: Any) -> Any:
     if operation is torch.ops.aten.resolve_conj.default and not args[0].is_conj():
         # Asked by `numpy()` and `tolist()` before they look for memory.
         raise record_of(args[0]).refusal("what makes an array or a list of it")
+    # These look at nothing by themselves: the operations that they are made of come back here.
     if _is_composite(operation):
         return operation.decompose(*args, **kwargs)
     if _looks(operation):
@@ -179,9 +181,9 @@ def _answered(operation: OpOverload, *args: Any, **kwargs: Any) -> Any:
         return 0  # a hint for a symbol, which nobody guards unless the step asks for the number
     if operation is _DEEP_COPY:
         with _native():
-            found = operation(*args, **kwargs)
-        found.untyped_storage().__class__ = _Storage
-        return found
+            tensor = operation(*args, **kwargs)
+        tensor.untyped_storage().__class__ = _Storage
+        return tensor
     return first_record(args, kwargs).operation(operation, args, kwargs)
 
 
@@ -211,6 +213,6 @@ def _is_composite(operation: OpOverload) -> bool:
 @functools.cache
 def _looks(operation: OpOverload) -> bool:
     """Whether the result is a view of the argument. `as_strided` may show a value twice."""
-    found = [one.alias_info for one in operation._schema.returns]
-    views = bool(found) and all(one is not None and not one.is_write for one in found)
+    aliases = [result.alias_info for result in operation._schema.returns]
+    views = bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
     return views and operation is not torch.ops.aten.as_strided.default

@@ -79,6 +79,9 @@ def as_eager() -> Iterator[None]:
     rules = dict(op_implementations_dict)
     try:
         for operator in operators:
+            # What takes them apart when they are traced are kernels in Python for these two keys.
+            # Without them the dispatcher goes on to C++, as in eager, once it has forgotten its
+            # last choice.
             operator.py_kernels.pop(DispatchKey.Autograd, None)
             operator.py_kernels.pop(key, None)
             operator._dispatch_cache.clear()
@@ -93,6 +96,7 @@ def as_eager() -> Iterator[None]:
         op_implementations_dict.update(dict.fromkeys(gradients, _gradient_of_image))
         yield
     finally:
+        # torch looks into this very dict: it is filled again, not replaced.
         op_implementations_dict.clear()
         op_implementations_dict.update(rules)
         for operator, kernels in before:
@@ -104,13 +108,13 @@ def as_eager() -> Iterator[None]:
 def _resized(operator: Any, image: torch.Tensor, sizes: Any, *options: Any) -> Any:
     """Interpolation to some `sizes`, or by factors, the last of the `options`: by the `operator`
     that takes both, as torch's own code calls it."""
-    *others, factors = options
+    *flags, factors = options
     if factors is None:
-        return operator(image, sizes, *others)
+        return operator(image, sizes, *flags)
     if sizes is None:
         pairs = zip(image.shape[2:], factors, strict=True)
         sizes = [_times(size, factor) for size, factor in pairs]
-    return operator(image, sizes, *others, *factors)
+    return operator(image, sizes, *flags, *factors)
 
 
 def _normalised(
@@ -187,15 +191,17 @@ def _free_checks(graph: torch.fx.Graph) -> None:
             with graph.inserting_before(node):
                 check = graph.call_function(_CHECK, node.args[2:], node.kwargs)
             check.meta = {**node.meta, "val": None}
+            # Whatever reads it takes the next token out of it, which is now the one from before.
             for part in list(node.users):
                 part.replace_all_uses_with(node.args[0])
                 graph.erase_node(part)
             graph.erase_node(node)
     output: Any = graph.output_node()
     pairs = list(zip(output.args[0], output.meta["desc"], strict=True))
-    kept = [pair for pair in pairs if not (_is_token(pair[1]) and pair[0].op == "placeholder")]
-    output.args = ([node for node, _ in kept],)
-    output.meta["desc"] = [desc for _, desc in kept]
+    # A token that comes back as it went in has no effect left to keep in order.
+    returned = [pair for pair in pairs if not (_is_token(pair[1]) and pair[0].op == "placeholder")]
+    output.args = ([node for node, _ in returned],)
+    output.meta["desc"] = [desc for _, desc in returned]
     for node in list(graph.nodes):
         if node.op == "placeholder" and _is_token(node.meta["desc"]) and not node.users:
             graph.erase_node(node)
@@ -213,8 +219,8 @@ def inductor(graph: torch.fx.GraphModule, examples: list[torch.Tensor]) -> Calla
     Dynamo first; `torch._inductor.standalone_compile` writes an artifact beside the caches."""
     from torch._inductor.compile_fx import compile_fx
 
-    made: Any = compile_fx(graph, examples)  # other types for other modes
-    return made
+    compiled: Any = compile_fx(graph, examples)  # other types for other modes
+    return compiled
 
 
 def flop_formulas() -> dict[Any, Callable[..., int]]:

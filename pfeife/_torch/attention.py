@@ -27,23 +27,25 @@ _HALVES = (torch.float16, torch.bfloat16)
 def by_name(operation: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """What an operation is given, defaults too, by the names of its schema."""
     arguments = operation._schema.arguments
-    given = dict(zip((one.name for one in arguments), args, strict=False)) | dict(kwargs)
-    return {one.name: given.get(one.name, one.default_value) for one in arguments}
+    values = dict(zip((argument.name for argument in arguments), args, strict=False)) | dict(kwargs)
+    return {
+        argument.name: values.get(argument.name, argument.default_value) for argument in arguments
+    }
 
 
 def in_order(operation: Any, named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments by name as an operation takes them. Raises KeyError for one that it needs."""
     args, kwargs = [], {}
-    for one in operation._schema.arguments:
-        has = one.name in named or not one.has_default_value()
-        if one.kwarg_only and has and named[one.name] is not None:
-            kwargs[one.name] = named[one.name]
-        elif not one.kwarg_only:
-            args.append(named[one.name] if has else one.default_value)
+    for argument in operation._schema.arguments:
+        has = argument.name in named or not argument.has_default_value()
+        if argument.kwarg_only and has and named[argument.name] is not None:
+            kwargs[argument.name] = named[argument.name]
+        elif not argument.kwarg_only:
+            args.append(named[argument.name] if has else argument.default_value)
     return tuple(args), kwargs
 
 
-def cuda_kernel(given: Mapping[str, Any]) -> Any:
+def cuda_kernel(arguments: Mapping[str, Any]) -> Any:
     """The operation of CUDA for what a CPU's is given, as values: torch's default order, flash
     before efficient attention, on compute capability 8.0 and above.
 
@@ -51,16 +53,18 @@ def cuda_kernel(given: Mapping[str, Any]) -> Any:
     can_use_mem_efficient_attention (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, 2.11 to
     2.15). Raises ValueError with what neither takes without padding.
     """
-    query, key, value, mask = (given[name] for name in ("query", "key", "value", "attn_mask"))
-    _check(given)
+    query, key, value, mask = (arguments[name] for name in ("query", "key", "value", "attn_mask"))
+    _check(arguments)
     width, kind = query.shape[-1], query.dtype
-    square = query.shape[-2] == key.shape[-2] or not given["is_causal"]
+    # Flash attention would align a causal mask that is not square with the last key, not with the
+    # first one: torch does not choose it there.
+    square = query.shape[-2] == key.shape[-2] or not arguments["is_causal"]
     alike = query.shape[-1] == key.shape[-1] == value.shape[-1]
     if kind in _HALVES and mask is None and square and alike and width <= 256:
         if width % 8:
             raise ValueError(f"heads of {width} numbers, which CUDA pads to a multiple of 8")
         return FLASH
-    each = 8 if kind in _HALVES else 4
+    each = 8 if kind in _HALVES else 4  # 16 bytes, to which the kernel's products are aligned
     if width % each or value.shape[-1] % each:
         raise ValueError(f"heads of {width} numbers in {kind}, which are no multiple of {each}")
     if not query.shape[1] == key.shape[1] == value.shape[1]:
@@ -70,22 +74,22 @@ def cuda_kernel(given: Mapping[str, Any]) -> Any:
     return EFFICIENT
 
 
-def _check(given: Mapping[str, Any]) -> None:
+def _check(arguments: Mapping[str, Any]) -> None:
     """Raises ValueError for what no kernel of CUDA takes."""
-    tensors = [given[name] for name in ("query", "key", "value", "attn_mask")]
-    tensors = [one for one in tensors if one is not None]
-    if any(_is_by_data(size) for one in tensors for size in one.shape):
+    tensors = [arguments[name] for name in ("query", "key", "value", "attn_mask")]
+    tensors = [tensor for tensor in tensors if tensor is not None]
+    if any(_is_by_data(size) for tensor in tensors for size in tensor.shape):
         raise ValueError("a size that data decide")
-    kind = given["query"].dtype
+    kind = arguments["query"].dtype
     if kind not in (*_HALVES, torch.float32):
         raise ValueError(f"queries in {kind}")
-    if given["dropout_p"]:
-        raise ValueError(f"dropout of {given['dropout_p']}")
-    if given["is_causal"] and given["attn_mask"] is not None:
+    if arguments["dropout_p"]:
+        raise ValueError(f"dropout of {arguments['dropout_p']}")
+    if arguments["is_causal"] and arguments["attn_mask"] is not None:
         raise ValueError("a mask beside is_causal")
-    if any(one.stride(-1) != 1 for one in tensors):
+    if any(tensor.stride(-1) != 1 for tensor in tensors):
         raise ValueError("numbers of a head, or of a mask's row, that are not side by side")
-    if not all(size for one in tensors for size in one.shape):
+    if not all(size for tensor in tensors for size in tensor.shape):
         raise ValueError("a size of 0")
 
 

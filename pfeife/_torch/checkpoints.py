@@ -60,22 +60,24 @@ def listed(path: Path) -> Any:
     none, before anything of it could run; FileNotFoundError."""
     with path.open("rb") as file:
         try:
-            found = _Reader(file).load()
+            metadata = _Reader(file).load()
         except Exception as error:  # a damaged pickle may raise any
             raise ValueError(f"{path} is no list of a checkpoint: {error}") from None
-    if type(found).__name__ != "Metadata":
-        raise ValueError(f"{path} is no list of a checkpoint: it has a {type(found).__name__}")
-    return found
+    if type(metadata).__name__ != "Metadata":
+        raise ValueError(f"{path} is no list of a checkpoint: it has a {type(metadata).__name__}")
+    return metadata
 
 
 def together(
-    found: Mapping[str, Any], whole: Mapping[str, str], paths: Mapping[str, tuple]
+    parts: Mapping[str, Any], whole: Mapping[str, str], paths: Mapping[str, tuple]
 ) -> dict[str, Any]:
-    """What torch takes apart when it saves, put together again: `whole` has the key under which a
-    part belongs, `paths` what `Metadata.planner_data` has."""
-    made: dict[str, Any] = {}
-    for part, value in found.items():
+    """What torch takes apart when it saves, put together again: `parts` has the values, `whole` the
+    key under which a part belongs, `paths` what `Metadata.planner_data` has."""
+    state: dict[str, Any] = {}
+    for part, value in parts.items():
         path, key = paths.get(part, tuple(part.split("."))), whole[part]
+        # A key may have dots itself, so it is looked for as the beginning of the path. Of a part
+        # that is a key by itself, nothing is left of the path.
         starts = (at for at in range(len(path)) if ".".join(map(str, path[:at])) == key)
-        set_element(made, (key, *path[next(starts, len(path)) :]), value)
-    return made
+        set_element(state, (key, *path[next(starts, len(path)) :]), value)
+    return state

@@ -47,6 +47,7 @@ def whole_graph(
         return _pfeife_step(*args, **kwargs)
 
     _pfeife_step = step
+    # `sources` leaves this name out of what a person reads: the variable must be called so.
     assert STEP in whole.__code__.co_freevars
     name = f"whole_{next(_NUMBERS)}"
     whole.__code__ = whole.__code__.replace(co_name=name)
@@ -104,22 +105,22 @@ def assumed_values() -> set[str]:
     scalars on the CPU, and guards what is asked of them. If these fields move: an empty set, and a
     branch that one microbatch takes is taken by all of a call."""
     environment: Any = translator().output.shape_env
-    asked = {symbol for guard in environment.guards for symbol in guard.expr.free_symbols}
-    asked |= set(environment.replacements)
-    found = set()
+    guarded = {symbol for guard in environment.guards for symbol in guard.expr.free_symbols}
+    guarded |= set(environment.replacements)
+    names = set()
     for symbol, sources in environment.var_to_sources.items():
-        for source in sources if symbol in asked else ():
+        for source in sources if symbol in guarded else ():
             if type(source).__name__ == "CallMethodItemSource":
-                found.add(name_of(source.base))
-    return found
+                names.add(name_of(source.base))
+    return names
 
 
 def guards() -> list[tuple[str, str]]:
     """What the frame that Dynamo compiles right now is compiled for: kinds of guards, and what is
     guarded. The account of guards has no public form; if it moves: an empty list, and
     `pfeife.explain` does not name them."""
-    found = translator().output.guards
-    return sorted({(one.create_fn_name(), name_of(one)) for one in found})
+    frame_guards = translator().output.guards
+    return sorted({(guard.create_fn_name(), name_of(guard)) for guard in frame_guards})
 
 
 def name_of(source: Any) -> str:
@@ -159,7 +160,9 @@ def guard_tensors() -> None:
     settings, handler = torch._dynamo.config.patch(_FULL_GUARDS), torch._dynamo.callback_handler
 
     def ended(_: Any) -> None:
-        handler.end_callbacks = [one for one in handler.end_callbacks if one is not ended]
+        handler.end_callbacks = [
+            callback for callback in handler.end_callbacks if callback is not ended
+        ]
         settings.__exit__(None, None, None)
 
     settings.__enter__()
@@ -194,7 +197,7 @@ class _Told(set[Callable[..., Any]]):
     """Functions in a setting. torch 2.11 writes a copy of all settings into its log, as JSON, and
     sorts sets for that: the copy has their names."""
 
-    def __deepcopy__(self, known: dict[int, Any]) -> list[str]:
+    def __deepcopy__(self, memo: dict[int, Any]) -> list[str]:
         return sorted(function.__qualname__ for function in self)
 
 
@@ -202,16 +205,17 @@ def _that_only_tell() -> set[Callable[..., Any]]:
     """Functions that print, warn or log, and return nothing: those of logging and warnings, and
     what libraries have added to loggers (`Logger.warning_once`)."""
     names = ("debug", "info", "warning", "warn", "error", "exception", "critical", "fatal", "log")
-    found: set[Callable[..., Any]] = {print, warnings.warn, warnings.warn_explicit}
-    found |= {getattr(logging, name) for name in names if hasattr(logging, name)}
+    functions: set[Callable[..., Any]] = {print, warnings.warn, warnings.warn_explicit}
+    functions |= {getattr(logging, name) for name in names if hasattr(logging, name)}
+    # The list grows while it is read, by the subclasses of what is in it.
     kinds = [logging.Logger]
     for kind in kinds:
         kinds += kind.__subclasses__()
         for name, value in vars(kind).items():
             added = callable(value) and getattr(value, "__module__", "") != "logging"
             if name in names or (added and name.startswith(names)):
-                found.add(value)
-    return found
+                functions.add(value)
+    return functions
 
 
 def frame() -> Any:
@@ -249,7 +253,9 @@ def graph_break() -> tuple[str, str] | None:
         line = f'File "{code.co_filename}", line {code.co_firstlineno}'
         return "", line
     callers = list(_callers())
-    entry = next((at for at, one in enumerate(callers) if _is_entry(one.f_code)), 0)
+    # A user's frame inside of torch.compile's runs in Python because Dynamo has left it to that.
+    # Those outside have only called what is compiled.
+    entry = next((at for at, caller in enumerate(callers) if _is_entry(caller.f_code)), 0)
     for at, frame in enumerate(callers):
         around = frame.f_code
         goes_on = any(name.startswith("__resume_at_") for name in around.co_names)
@@ -297,18 +303,18 @@ def numbers_of(
 ) -> list[int | float]:
     """The symbolic numbers `results`, where what the symbols came from (`examples`, tensors and
     numbers) has these values. Raises ValueError if they depend on more than that."""
-    known: dict[Any, Any] = {}
+    symbol_values: dict[Any, Any] = {}
     for example, value in zip(examples, values, strict=True):
         tensor = isinstance(example, torch.Tensor)
         pairs = zip(example.shape, value.shape, strict=True) if tensor else [(example, value)]
-        known |= {size.node.expr: one for size, one in pairs if hasattr(size, "node")}
-    found = []
+        symbol_values |= {size.node.expr: number for size, number in pairs if hasattr(size, "node")}
+    numbers = []
     for result in results:
-        number = result.node.expr.xreplace(known) if hasattr(result, "node") else result
+        number = result.node.expr.xreplace(symbol_values) if hasattr(result, "node") else result
         if getattr(number, "free_symbols", ()):
             raise ValueError(f"a number that the graph returns, {number}, is not one of its sizes")
-        found.append(int(number) if isinstance(result, int | torch.SymInt) else float(number))
-    return found
+        numbers.append(int(number) if isinstance(result, int | torch.SymInt) else float(number))
+    return numbers
 
 
 def is_dynamo_error(error: BaseException) -> bool:
@@ -352,6 +358,8 @@ def broken_guard(sizes: list[Any], values: dict[Any, int]) -> str | None:
     hints = getattr(environment, "backed_var_to_val", None) or environment.var_to_val
     for expression in _asked_of_sizes(environment):
         here = expression.xreplace(values)
+        # Symbols that `values` lack are what they were when the step was compiled. An expression in
+        # which symbols are left is neither true nor false, and breaks nothing.
         if here.xreplace({s: hints[s] for s in here.free_symbols if s in hints}) == False:  # noqa: E712  sympy
             return str(expression)
     return None
@@ -360,6 +368,6 @@ def broken_guard(sizes: list[Any], values: dict[Any, int]) -> str | None:
 def _asked_of_sizes(environment: Any) -> Iterator[Any]:
     """What Dynamo has assumed of symbolic sizes for Python's control flow."""
     for guard in environment.guards:
-        asked = getattr(getattr(guard, "sloc", None), "framework_loc", None)
-        if asked is None or "_dynamo" in getattr(asked, "filename", "_dynamo"):
+        location = getattr(getattr(guard, "sloc", None), "framework_loc", None)
+        if location is None or "_dynamo" in getattr(location, "filename", "_dynamo"):
             yield environment.replace(guard.expr)  # sizes found to be one since are one symbol

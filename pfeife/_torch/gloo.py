@@ -24,10 +24,10 @@ def gloo_group(store: Any, rank: int, size: int, timeout: timedelta, device: Any
     return gloo(store, rank, size, options)
 
 
-def gather_into(group: Any, found: torch.Tensor, mine: torch.Tensor) -> Any:
-    """Begins to gather every rank's tensor into one, each at its place. If it moves: `allgather`
-    takes a list of its parts, and more memory."""
-    return group._allgather_base(found, mine)
+def gather_into(group: Any, output: torch.Tensor, part: torch.Tensor) -> Any:
+    """Begins to gather every rank's `part` into `output`, each at its place. If it moves:
+    `allgather` takes a list of its parts, and more memory."""
+    return group._allgather_base(output, part)
 
 
 def sequence_of(group: Any) -> int:

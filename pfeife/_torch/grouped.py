@@ -23,10 +23,15 @@ def formulas() -> dict[Any, Any]:
     """By operation: torch's own, and where transformers is imported that which it takes for other
     types than bfloat16."""
     aten = torch.ops.aten
-    found: dict[Any, Any] = {
+    by_operation: dict[Any, Any] = {
         aten._grouped_mm: grouped_flops,
         aten._scaled_grouped_mm: grouped_flops,
     }
-    others = {"grouped_mm_fallback": grouped_flops, "grouped_mm_fallback_backward": _backward_flops}
-    theirs = torch.ops.transformers  # whose version 5.17 has the first one alone
-    return found | {getattr(theirs, n): flops for n, flops in others.items() if hasattr(theirs, n)}
+    fallbacks = {
+        "grouped_mm_fallback": grouped_flops,
+        "grouped_mm_fallback_backward": _backward_flops,
+    }
+    namespace = torch.ops.transformers  # whose version 5.17 has the first one alone
+    return by_operation | {
+        getattr(namespace, n): flops for n, flops in fallbacks.items() if hasattr(namespace, n)
+    }

@@ -17,8 +17,8 @@ def hollow(address: int, device: torch.device, size: int) -> torch.UntypedStorag
     the process: only for where all operations are seen before they run, or none is. There is no
     public way to such a storage; if the function moves: torch's storages for memory of other
     libraries have it."""
-    found: Any = torch._C._construct_storage_from_data_pointer(address, device, size)
-    return found
+    storage: Any = torch._C._construct_storage_from_data_pointer(address, device, size)
+    return storage
 
 
 def address_of(tensor: torch.Tensor) -> int:
@@ -71,8 +71,8 @@ def changes_layout(operation: OpOverload) -> bool:
 def makes_view(operation: OpOverload) -> bool:
     """Whether all results of an operation lie in the memory of its arguments, which it leaves as
     it is. If schemas move: `torch.Tensor._base` of its results says so."""
-    found = [one.alias_info for one in operation._schema.returns]
-    return bool(found) and all(one is not None and not one.is_write for one in found)
+    aliases = [result.alias_info for result in operation._schema.returns]
+    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
 # Arguments that batch norms write to, which not all of their schemas say.
@@ -81,10 +81,10 @@ _STATISTICS = ("running_mean", "running_var")
 
 def written(operation: OpOverload, args: Any, kwargs: Any) -> Iterator[Any]:
     """The arguments that an operation writes to."""
-    for at, one in enumerate(operation._schema.arguments):
-        said = one.alias_info is not None and one.alias_info.is_write
-        if said or one.name in _STATISTICS:
-            if at < len(args) and not one.kwarg_only:
+    for at, argument in enumerate(operation._schema.arguments):
+        by_schema = argument.alias_info is not None and argument.alias_info.is_write
+        if by_schema or argument.name in _STATISTICS:
+            if at < len(args) and not argument.kwarg_only:
                 yield args[at]
-            elif one.name in kwargs:
-                yield kwargs[one.name]
+            elif argument.name in kwargs:
+                yield kwargs[argument.name]

@@ -44,6 +44,8 @@ def _reader(kernel: Callable[..., Any]) -> Callable[..., Any]:
         numbers = _MAKING.numbers
         if numbers is None or len(args) <= _PLACE or not is_unknown(args[_PLACE]):
             return kernel(*args, **kwargs)
+        # As a result of its own the number is computed by the graph; the mark tells later which
+        # kernel has to read it.
         mark = len(numbers)
         numbers.append(torch.scalar_tensor(args[_PLACE], dtype=torch.float64, device="cpu"))
         with fx.traceback.annotate({MARK: mark}):

@@ -25,12 +25,13 @@ def is_missing(operation: Any, kind: str) -> bool:
         return False
     name = operation.name()  # such as "aten::add.Tensor"
     key = torch._C._dispatch_key_for_device(kind)
-    known = torch._C._dispatch_has_computed_kernel_for_dispatch_key
-    if _is_pythons(name) and not known(name, key):
+    has_kernel = torch._C._dispatch_has_computed_kernel_for_dispatch_key
+    if _is_pythons(name) and not has_kernel(name, key):
         return True
-    if known("aten::view", key):  # which is made of no other one
+    if has_kernel("aten::view", key):  # which is made of no other one
+        # Some operations have a kernel for sparse tensors alone.
         keys = [key, f"Sparse{key}"] if kind in ("cpu", "cuda") else [key]
-        return not any(known(name, one) for one in keys)
+        return not any(has_kernel(name, dispatch_key) for dispatch_key in keys)
     return kind != "cpu" and not _CPU_ALONE.isdisjoint(re.split(r"[_:.]+", name))
 
 

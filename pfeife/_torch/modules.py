@@ -15,8 +15,8 @@ def graph_module(
     """A graph as a module, which writes its code when that is read or run for the first time: most
     programs on the way to a step never are, and writing it is a third of what a pass takes. If the
     class moves: fx.GraphModule, which writes it at once."""
-    made: fx.GraphModule = _LazyGraphModule(root, graph, name)
-    return made
+    module: fx.GraphModule = _LazyGraphModule(root, graph, name)
+    return module
 
 
 def is_unwritten(module: fx.GraphModule) -> bool:
@@ -34,9 +34,9 @@ def function_of(module: fx.GraphModule) -> Callable[..., Any]:
 def write(module: torch.nn.Module) -> None:
     """Writes the code of all graphs in a module, before several threads run them: torch gives nodes
     other names while it writes, and two that write at once mix theirs up."""
-    for one in module.modules():
-        if isinstance(one, _LazyGraphModule):
-            one.real_recompile()
+    for submodule in module.modules():
+        if isinstance(submodule, _LazyGraphModule):
+            submodule.real_recompile()
 
 
 def saved_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -45,14 +45,14 @@ def saved_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     buffers = module.named_buffers(recurse=False, remove_duplicate=False)
     left = module._non_persistent_buffers_set
-    return own | {name: one for name, one in buffers if name not in left}
+    return own | {name: buffer for name, buffer in buffers if name not in left}
 
 
 def running_ddp() -> DistributedDataParallel | None:
     """The DistributedDataParallel in whose forward this is called. If the note moves: the modules
     alone, by which wrappers around a step's own module are not seen."""
-    found: DistributedDataParallel | None = DistributedDataParallel._get_active_ddp_module()
-    return found
+    wrapper: DistributedDataParallel | None = DistributedDataParallel._get_active_ddp_module()
+    return wrapper
 
 
 def hooks_of_all_modules() -> tuple[dict[int, Any], ...]:

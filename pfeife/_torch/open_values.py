@@ -60,7 +60,7 @@ class OpenValues:
         """A value with numbers in place of symbols, and the sizes and strides of a tensor as
         expressions, None if they are numbers. Raises ValueError where data decide them."""
         leaves = pytree.tree_leaves(value)
-        sizes = (size for one in leaves if isinstance(one, torch.Tensor) for size in one.shape)
+        sizes = (size for leaf in leaves if isinstance(leaf, torch.Tensor) for size in leaf.shape)
         for size in (*leaves, *sizes):
             if isinstance(size, Symbolic) and any(map(is_unbacked, size.node.expr.free_symbols)):
                 raise ValueError("data decide its size")

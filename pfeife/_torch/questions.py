@@ -39,6 +39,7 @@ class Environment(ShapeEnv):
         try:
             return super()._evaluate_expr(orig_expr, *args, **kwargs)
         except GuardOnDataDependentSymNode:
+            # First what has been told: a question has one answer in the whole trace.
             value = self.told.get(orig_expr)
             if value is None and self.tell:
                 value = self.tell(orig_expr)
@@ -56,6 +57,8 @@ class Environment(ShapeEnv):
 def _is_asked_by_autograd() -> bool:
     """Whether one of torch's own formulas for gradients asks, none of somebody's in Python."""
     frame: Any = sys._getframe(1)
+    # Formulas in C++ have no frames in Python: below those of torch's symbols comes the call that
+    # has started the engine.
     while frame and frame.f_code.co_filename in (__file__, *_SYMBOLIC):
         frame = frame.f_back
     return bool(frame) and frame.f_code is torch.autograd.graph._engine_run_backward.__code__
@@ -70,9 +73,11 @@ def _of_some(expression: Any) -> Any:
     Strides are made of max(1, size). Formulas for gradients compare them, to choose a layout; of
     tensors without elements any is as good.
     """
-    sizes = {one: next(iter(one.free_symbols)) for one in expression.atoms(Max) if _is_width(one)}
-    found = expression.xreplace(sizes)
-    return None if found.free_symbols else found
+    sizes = {
+        width: next(iter(width.free_symbols)) for width in expression.atoms(Max) if _is_width(width)
+    }
+    value = expression.xreplace(sizes)
+    return None if value.free_symbols else value
 
 
 def _is_width(extreme: Any) -> bool:
@@ -109,7 +114,7 @@ def extremes() -> Iterator[None]:
         def extreme(*args: Any, **kwargs: Any) -> Any:
             if len(args) == 2 and not kwargs:
                 for is_kind, one_of in zip((is_unknown, _is_count), kinds, strict=True):
-                    numbers = all(is_kind(one) or type(one) is int for one in args)
+                    numbers = all(is_kind(argument) or type(argument) is int for argument in args)
                     if numbers and any(map(is_kind, args)):
                         return one_of(*args)
             return python(*args, **kwargs)
@@ -164,34 +169,34 @@ def _is_count(value: Any) -> bool:
     return plain and value.dtype == torch.int64
 
 
-def _larger(one: Any, other: Any) -> torch.Tensor:
-    return torch.maximum(*_tensors(one, other))
+def _larger(first: Any, second: Any) -> torch.Tensor:
+    return torch.maximum(*_tensors(first, second))
 
 
-def _smaller(one: Any, other: Any) -> torch.Tensor:
-    return torch.minimum(*_tensors(one, other))
+def _smaller(first: Any, second: Any) -> torch.Tensor:
+    return torch.minimum(*_tensors(first, second))
 
 
 def _tensors(*numbers: Any) -> list[torch.Tensor]:
     """Numbers beside a tensor as tensors where that one is."""
-    device = next(one.device for one in numbers if isinstance(one, torch.Tensor))
-    return [torch.as_tensor(one, dtype=torch.int64, device=device) for one in numbers]
+    device = next(number.device for number in numbers if isinstance(number, torch.Tensor))
+    return [torch.as_tensor(number, dtype=torch.int64, device=device) for number in numbers]
 
 
 def is_decided_by_data(operation: Any) -> bool:
     """Whether data may decide the sizes of what an operation gives, or numbers in it."""
     tags = getattr(operation, "tags", ())
-    known = getattr(operation, "namespace", "") in ("aten", "prim", "prims", "")
+    of_torch = getattr(operation, "namespace", "") in ("aten", "prim", "prims", "")
     kinds = torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output
-    return not known or any(kind in tags for kind in kinds)
+    return not of_torch or any(kind in tags for kind in kinds)
 
 
 def sizes_and_numbers(result: Any) -> list[Any]:
     """The sizes of all tensors that an operation gives, and the numbers among them."""
-    found: list[Any] = []
+    numbers: list[Any] = []
     for leaf in pytree.tree_leaves(result):
-        found += leaf.shape if isinstance(leaf, torch.Tensor) else [leaf]
-    return found
+        numbers += leaf.shape if isinstance(leaf, torch.Tensor) else [leaf]
+    return numbers
 
 
 def is_of_data(value: Any) -> bool:
@@ -222,20 +227,20 @@ def as_number(answer: Any) -> bool | int | float:
     return int(answer) if answer.is_integer else float(answer)
 
 
-def value_of(expression: Any, known: Mapping[Any, Any]) -> Any:
+def value_of(expression: Any, values: Mapping[Any, Any]) -> Any:
     """The value of an expression, None if it is not known."""
-    found = expression.xreplace(known)
-    return None if found.free_symbols else found
+    value = expression.xreplace(values)
+    return None if value.free_symbols else value
 
 
 def computed(expression: Any, tensors: Mapping[Any, torch.Tensor]) -> torch.Tensor:
     """An expression as a tensor, of tensors for its symbols. Raises ValueError for what no tensors
     compute."""
     try:
-        found: torch.Tensor = sympy_interp(_Tensors, dict(tensors), expression)
+        tensor: torch.Tensor = sympy_interp(_Tensors, dict(tensors), expression)
     except Exception as error:
         raise ValueError(f"no graph computes {expression}, which the step asks for") from error
-    return found
+    return tensor
 
 
 class _Tensors(TensorReferenceAnalysis):
@@ -253,5 +258,5 @@ class _Tensors(TensorReferenceAnalysis):
         return torch.true_divide(x.to(torch.float64), y.to(torch.float64))
 
     @staticmethod
-    def where(condition: Any, one: Any, other: Any) -> torch.Tensor:
-        return torch.where(condition, one, other)
+    def where(condition: Any, if_true: Any, if_false: Any) -> torch.Tensor:
+        return torch.where(condition, if_true, if_false)

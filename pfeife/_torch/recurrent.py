@@ -30,9 +30,9 @@ def as_captured(operation: Any, args: Sequence[Any]) -> Any:
     return _OURS.default if operation is _ATEN.default and args[-1] else operation
 
 
-def layer_flops(given: Any, weight: Any, hidden_weight: Any, *_: Any, **__: Any) -> int:
+def layer_flops(inputs: Any, weight: Any, hidden_weight: Any, *_: Any, **__: Any) -> int:
     """Of one layer in all of its places: the products with the input's and the state's weights."""
-    return int(2 * given.numel() // given.shape[-1] * (weight.numel() + hidden_weight.numel()))
+    return int(2 * inputs.numel() // inputs.shape[-1] * (weight.numel() + hidden_weight.numel()))
 
 
 def layer_backward_flops(*args: Any, **kwargs: Any) -> int:

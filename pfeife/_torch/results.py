@@ -25,14 +25,15 @@ def result_paths() -> list[tuple[tuple[int | str, ...], torch.fx.Node]] | None:
     stack = translator().stack
     if len(stack) != 1:
         return None
-    found: list[tuple[tuple[int | str, ...], torch.fx.Node]] = []
+    paths: list[tuple[tuple[int | str, ...], torch.fx.Node]] = []
     for path, value in _leaves(stack[-1].realize()):
         if hasattr(value, "proxy"):
+            # Symbolic numbers have a proxy, too.
             if "Tensor" in type(value).__name__ and isinstance(value.proxy, torch.fx.Proxy):
-                found.append((path, value.proxy.node))
+                paths.append((path, value.proxy.node))
         elif not value.is_python_constant():
             return None
-    return found
+    return paths
 
 
 def assigned() -> dict[torch.fx.Node, list[str]]:
@@ -42,11 +43,11 @@ def assigned() -> dict[torch.fx.Node, list[str]]:
     Dynamo does the assignments in code of its own, after the graph. Nothing public tells of them.
     If it moves: return {}, and such a value is taken for a result of the step.
     """
-    found: dict[torch.fx.Node, list[str]] = {}
+    sources_of: dict[torch.fx.Node, list[str]] = {}
     for source, value in _written(dict):
         if isinstance(getattr(value, "proxy", None), torch.fx.Proxy):
-            found.setdefault(value.proxy.node, []).append(source)
-    return found
+            sources_of.setdefault(value.proxy.node, []).append(source)
+    return sources_of
 
 
 def changed_attributes() -> list[tuple[Any, str, Any, Any]]:
@@ -54,16 +55,18 @@ def changed_attributes() -> list[tuple[Any, str, Any, Any]]:
     flag, or to a tensor where there was none: the holder, the name, the value that it has, and what
     it will have, a tensor by its node. If it moves: return [], and nobody sees that a later
     microbatch would take another way."""
-    found = []
+    changes = []
     for holder, name, new in _set_attributes():
         old = getattr(holder, name, None)
+        # A tensor in place of a tensor is state that goes on to the next microbatch (`assigned`);
+        # what is not realized the step has not read.
         if isinstance(old, torch.Tensor) or not new.is_realized():
             continue
         if isinstance(getattr(new, "proxy", None), torch.fx.Proxy):
-            found.append((holder, name, old, new.proxy.node))
+            changes.append((holder, name, old, new.proxy.node))
         elif new.is_python_constant() and new.as_python_constant() != old:
-            found.append((holder, name, old, new.as_python_constant()))
-    return found
+            changes.append((holder, name, old, new.as_python_constant()))
+    return changes
 
 
 def changed_containers() -> list[tuple[Any, str | None, Any]]:
@@ -73,10 +76,10 @@ def changed_containers() -> list[tuple[Any, str | None, Any]]:
     its entries then. Buffers that a module registers are such entries. `OPAQUE` stands for objects
     of classes that the step makes. If it moves: return [], and nobody sees that a later microbatch
     would find something else there."""
-    found: list[tuple[Any, str | None, Any]] = []
+    changes: list[tuple[Any, str | None, Any]] = []
     for holder, name, new in _set_attributes():
         if new.is_realized() and not hasattr(new, "proxy"):
-            found.append((holder, name, _built(new)))
+            changes.append((holder, name, _built(new)))
     effects = translator().output.side_effects
     for variable in effects.id_to_variable.values():
         entries = _entries(variable)
@@ -84,11 +87,11 @@ def changed_containers() -> list[tuple[Any, str | None, Any]]:
         if container is None or not effects.is_modified(variable):
             continue
         if isinstance(container, list | collections.deque):
-            found.append((container, None, _built_of(entries, list)))
+            changes.append((container, None, _built_of(entries, list)))
         elif isinstance(container, dict):
             after = _without_carried(container, _built_of(entries, dict))
-            found.append((container, None, after))
-    return [one for one in found if _has_nodes(one[2])]
+            changes.append((container, None, after))
+    return [change for change in changes if _has_nodes(change[2])]
 
 
 class Opaque(enum.Enum):
@@ -120,9 +123,9 @@ def _built(value: Any) -> Any:
         return value.proxy.node
     if value.is_python_constant():
         return value.as_python_constant()
-    known = _object_of(value)
-    if known is not None:
-        return known
+    original = _object_of(value)
+    if original is not None:
+        return original
     with contextlib.suppress(NotImplementedError):
         return _built_of(_entries(value), value.python_type())
     return OPAQUE
@@ -137,8 +140,8 @@ def _built_of(inside: Any, kind: type) -> Any:
         plain = (key.as_python_constant() for key in keys)
         return dict(zip(plain, map(_built, inside.values()), strict=True))
     if inside is not None and kind in (list, tuple, collections.deque):
-        made = list(map(_built, inside))
-        return tuple(made) if kind is tuple else made
+        values = list(map(_built, inside))
+        return tuple(values) if kind is tuple else values
     return OPAQUE
 
 
@@ -165,9 +168,9 @@ def _set_attributes() -> Iterator[tuple[Any, str, Any]]:
     """The attributes that the frame that Dynamo compiles right now sets of objects that it has not
     made itself: the object, the name, and the new value as Dynamo has it."""
     for holder, written in translator().output.side_effects.store_attr_mutations.items():
-        known = _object_of(holder)
-        if known is not None:
-            yield from ((known, attribute, one.unwrap()) for attribute, one in written.items())
+        owner = _object_of(holder)
+        if owner is not None:
+            yield from ((owner, attribute, value.unwrap()) for attribute, value in written.items())
 
 
 def assigned_constants() -> dict[str, Any]:
@@ -191,11 +194,11 @@ def _written(containers: Any) -> Iterator[tuple[str, Any]]:
         for holder, written in effects.store_attr_mutations.items()
         for name, value in written.items()
     ]
-    for one in effects.id_to_variable.values():
-        inside = getattr(one, "items", None)
-        if isinstance(inside, containers) and effects.is_modified(one):
+    for variable in effects.id_to_variable.values():
+        inside = getattr(variable, "items", None)
+        if isinstance(inside, containers) and effects.is_modified(variable):
             pairs = inside.items() if isinstance(inside, dict) else enumerate(inside)
-            places += [(one, f"[{_plain_key(key)!r}]", value) for key, value in pairs]
+            places += [(variable, f"[{_plain_key(key)!r}]", value) for key, value in pairs]
     for holder, key, value in places:
         name, seen = _source_of(holder), value.unwrap()
         if name and seen.is_realized():  # else the step has not read it
@@ -232,8 +235,8 @@ def _leaves(value: Any, path: tuple[int | str, ...] = ()) -> Iterator[tuple[tupl
     if inside is None:
         yield path, value
         return
-    for key, one in inside.items() if isinstance(inside, dict) else enumerate(inside):
-        yield from _leaves(one.realize(), (*path, _plain_key(key)))
+    for key, entry in inside.items() if isinstance(inside, dict) else enumerate(inside):
+        yield from _leaves(entry.realize(), (*path, _plain_key(key)))
 
 
 _HELD = ("_base_vt", "_dict_vt", "_tuple_vt", "_list_vt")  # what a subclass of a dict or tuple has

@@ -93,4 +93,5 @@ def _inner_power(parts: list[Any], power: int) -> int:
     exponent = parts[-1]
     if len(parts) != 2 or type(exponent) is not int or not 0 < exponent <= power:
         raise ValueError(f"{str(parts)[:80]} is no power of a size")
+    # Powers within one another multiply: so much is left for those inside.
     return power // exponent

@@ -54,23 +54,23 @@ class Symbols:
         expression = size.node.shape_env.replace(size.node.expr)
         if not expression.free_symbols:
             return int(expression)
-        if any(is_unbacked(one) for one in expression.free_symbols):
+        if any(is_unbacked(symbol) for symbol in expression.free_symbols):
             return size
         values = {**_hints(size.node.shape_env), **self.values}
-        numbers = {one: values[one] for one in expression.free_symbols}
-        found = int(expression.xreplace(numbers))
+        numbers = {symbol: values[symbol] for symbol in expression.free_symbols}
+        hint = int(expression.xreplace(numbers))
         if self.fixed:
-            return found
+            return hint
         self.others = [size.node.shape_env]
         for symbol in sorted(numbers, key=str):
             if symbol not in self.own:
                 self.own[symbol] = _new(self.environment, len(self.own), int(numbers[symbol]))
         own = expression.xreplace(self.own)
-        return self.environment.create_symintnode(own, hint=found, source=None)
+        return self.environment.create_symintnode(own, hint=hint, source=None)
 
     def assume(self) -> None:
         """Takes for granted what the other capture has assumed of these sizes so far."""
-        for guard in (guard for other in self.others for guard in other.guards):
+        for guard in (guard for environment in self.others for guard in environment.guards):
             if guard.expr.free_symbols and guard.expr.free_symbols <= self.own.keys():
                 self.environment.evaluate_expr(guard.expr.xreplace(self.own))
 
@@ -109,7 +109,7 @@ class SymbolicExamples:
                     self.places.setdefault(str(size), (at, dim))
                     self.hints[str(size)] = int(value.shape[dim])
         self.own: dict[Any, Any] = {}  # symbols, by the names
-        self.values = [self._value(*one) for one in inputs]
+        self.values = [self._value(*example) for example in inputs]
 
     def _value(self, name: str, value: Any, sizes: Any) -> Any:
         if sizes is None:
@@ -158,6 +158,7 @@ def size_now(size: torch.SymInt) -> int | None:
 def symbol_named(value: Any) -> Any:
     """The symbol that a symbolic number is, also where a trace takes it for a certain number; None
     for an expression or a plain number."""
+    # `node.expr` would have the number in the symbol's place already.
     expression = value.node._expr if isinstance(value, torch.SymInt) else None
     return expression if isinstance(expression, sympy.Symbol) else None
 
@@ -165,8 +166,8 @@ def symbol_named(value: Any) -> Any:
 def python_kernels() -> contextlib.AbstractContextManager[None]:
     """While operations run by torch's kernels in Python where there are such: those in C++ may ask
     fake tensors for sizes as numbers. If the name moves: AOTAutograd's tracing uses it."""
-    found: contextlib.AbstractContextManager[None] = enable_python_dispatcher()
-    return found
+    dispatcher: contextlib.AbstractContextManager[None] = enable_python_dispatcher()
+    return dispatcher
 
 
 def is_fixed(size: torch.SymInt) -> bool:
@@ -182,18 +183,18 @@ def name_of_size(name: str) -> sympy.Symbol:
 def sizes_at(sizes: Sequence[Size], named: Mapping[str, int]) -> tuple[int, ...]:
     """Sizes where those with names are such numbers. Raises ValueError for a name that is not
     among them."""
-    known = tuple(sorted(named.items()))
-    return tuple([one if isinstance(one, int) else _at(one, known) for one in sizes])
+    pairs = tuple(sorted(named.items()))
+    return tuple([size if isinstance(size, int) else _at(size, pairs) for size in sizes])
 
 
 @functools.lru_cache(maxsize=2**12)
 def _at(size: sympy.Expr, named: tuple[tuple[str, int], ...]) -> int:
-    found = size.xreplace({name_of_size(name): sympy.Integer(value) for name, value in named})
-    if found.free_symbols:
+    number = size.xreplace({name_of_size(name): sympy.Integer(value) for name, value in named})
+    if number.free_symbols:
         raise ValueError(
-            f"the size {size} depends on {found.free_symbols}, of which nothing is known"
+            f"the size {size} depends on {number.free_symbols}, of which nothing is known"
         )
-    return int(found)
+    return int(number)
 
 
 def is_single(limits: Sequence[sympy.Basic], name: str, number: int) -> bool:
@@ -211,10 +212,10 @@ def holds(limit: sympy.Basic, named: Mapping[str, int]) -> bool:
 @functools.lru_cache(maxsize=2**12)
 def _holds(limit: sympy.Basic, named: tuple[tuple[str, int], ...]) -> bool:
     numbers = {name_of_size(name): sympy.Integer(value) for name, value in named}
-    found = limit.subs(numbers)
-    if found not in (sympy.true, sympy.false):
-        raise ValueError(f"{limit} says nothing of the sizes {dict(named)}: it is {found}")
-    return bool(found)
+    truth = limit.subs(numbers)
+    if truth not in (sympy.true, sympy.false):
+        raise ValueError(f"{limit} says nothing of the sizes {dict(named)}: it is {truth}")
+    return bool(truth)
 
 
 def with_numbers(
@@ -229,10 +230,12 @@ def with_numbers(
     arguments' sizes.
     """
     leaves, structure = pytree.tree_flatten(value)
-    told = [_told(leaf, largest, names) for leaf in leaves]
-    layout = told[0][2] if len(told) == 1 and isinstance(value, torch.Tensor) else None
-    numbers = pytree.tree_unflatten([one for one, *_ in told], structure)
-    return numbers, any(by for _, by, _ in told), layout
+    replacements = [_told(leaf, largest, names) for leaf in leaves]
+    layout = (
+        replacements[0][2] if len(replacements) == 1 and isinstance(value, torch.Tensor) else None
+    )
+    numbers = pytree.tree_unflatten([plain for plain, *_ in replacements], structure)
+    return numbers, any(by for _, by, _ in replacements), layout
 
 
 def _told(value: Any, largest: int, names: Mapping[Any, Any]) -> tuple[Any, bool, Any]:
@@ -241,22 +244,24 @@ def _told(value: Any, largest: int, names: Mapping[Any, Any]) -> tuple[Any, bool
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
         return value, False, None
     numbers = (*value.shape, *value.stride())
-    if not any(isinstance(one, Symbolic) for one in numbers):
+    if not any(isinstance(number, Symbolic) for number in numbers):
         return value, False, None
-    sizes = [_number(one, largest) for one in numbers]
+    sizes = [_number(number, largest) for number in numbers]
     with value.fake_mode:  # type: ignore[attr-defined]
         like = torch.empty_strided(
             sizes[: value.dim()], sizes[value.dim() :], dtype=value.dtype, device=value.device
         )
-    written = [_written(one) for one in numbers]
-    symbols = {symbol for one in written if not isinstance(one, int) for symbol in one.free_symbols}
+    written = [_written(number) for number in numbers]
+    symbols = {
+        symbol for size in written if not isinstance(size, int) for symbol in size.free_symbols
+    }
     if any(map(is_unbacked, symbols)):
         return like, True, None
     if not symbols:
         return like, False, None
     if not symbols <= names.keys():
         raise ValueError(f"a tensor's memory is laid out by {symbols - names.keys()}")
-    named = tuple(one if isinstance(one, int) else one.xreplace(names) for one in written)
+    named = tuple(size if isinstance(size, int) else size.xreplace(names) for size in written)
     return like, False, (named[: value.dim()], named[value.dim() :])
 
 
@@ -268,8 +273,8 @@ def is_unbacked(symbol: Any) -> bool:
 def named_sizes(sizes: Sequence[Any], names: Mapping[Any, sympy.Symbol]) -> tuple[Size, ...]:
     """Sizes as numbers, or as expressions of names for symbols, as they were made."""
     return tuple(
-        one.node._expr.xreplace(names) if isinstance(one, torch.SymInt) else int(one)
-        for one in sizes
+        size.node._expr.xreplace(names) if isinstance(size, torch.SymInt) else int(size)
+        for size in sizes
     )
 
 
@@ -288,7 +293,7 @@ def _number(value: Any, largest: int) -> Any:
     environment = value.node.shape_env
     expression = environment.replace(value.node.expr)
     symbols = expression.free_symbols
-    plain = expression.xreplace({one: _most(environment, one, largest) for one in symbols})
+    plain = expression.xreplace({symbol: _most(environment, symbol, largest) for symbol in symbols})
     kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(value)]
     return kind(plain)
 
@@ -308,14 +313,15 @@ def assumed_of_sizes(
 
 
 def _assumed(environment: Any, names: Mapping[Any, Any]) -> tuple[sympy.Basic, ...]:
-    found = [guard.expr for guard in environment.guards]
+    assumptions = [guard.expr for guard in environment.guards]
     for symbol in names:
         limits = environment.var_to_range[symbol]
-        found.append(sympy.Ge(symbol, limits.lower, evaluate=False))
+        assumptions.append(sympy.Ge(symbol, limits.lower, evaluate=False))
         if limits.upper < _ENDLESS:
-            found.append(sympy.Le(symbol, limits.upper, evaluate=False))
-    named = dict.fromkeys(one.xreplace(names) for one in found)
-    return tuple(one for one in named if one.free_symbols)
+            assumptions.append(sympy.Le(symbol, limits.upper, evaluate=False))
+    named = dict.fromkeys(assumption.xreplace(names) for assumption in assumptions)
+    # What is true of any positive size has become `true` with the names, and has no symbols.
+    return tuple(assumption for assumption in named if assumption.free_symbols)
 
 
 def _hints(environment: Any) -> Mapping[Any, Any]:
@@ -347,21 +353,28 @@ def with_assertions(joint: torch.fx.GraphModule) -> torch.fx.GraphModule:
     values = [node.meta.get("val") for node in joint.graph.nodes]
     modes = [value.fake_mode for value in values if isinstance(value, FakeTensor)]
     environment = modes[0].shape_env if modes else None
-    known = any(node.target is torch.ops.aten._assert_scalar.default for node in joint.graph.nodes)
-    if environment is None or known:
+    has_assertions = any(
+        node.target is torch.ops.aten._assert_scalar.default for node in joint.graph.nodes
+    )
+    if environment is None or has_assertions:
         return joint
-    made = {one for node in joint.graph.nodes for one in node.meta.get("unbacked_bindings") or ()}
+    bound = {
+        symbol for node in joint.graph.nodes for symbol in node.meta.get("unbacked_bindings") or ()
+    }
     # Every run of the step has made symbols of its own for the same numbers.
     deferred = environment.deferred_runtime_asserts.items()
-    assumed = {_of_any(one.expr): one.expr for _, several in deferred for one in several}
-    asserted = [several for s, several in deferred if s is not None and s in made and s.is_integer]
-    kept = {_of_any(one.expr) for several in asserted for one in several}
-    for expression in (assumed[one] for one in assumed if one not in kept):
+    assumed = {
+        _of_any(assertion.expr): assertion.expr for _, several in deferred for assertion in several
+    }
+    # torch's pass asserts what is kept under a symbol that the graph binds, and no other.
+    asserted = [several for s, several in deferred if s is not None and s in bound and s.is_integer]
+    inserted = {_of_any(assertion.expr) for several in asserted for assertion in several}
+    for expression in (assumed[text] for text in assumed if text not in inserted):
         raise ValueError(
             f"the step takes it for granted of a number of data that {expression}, which a traced "
             "step does not check when it runs: take that check out"
         )
-    if made:
+    if bound:
         insert_deferred_runtime_asserts(joint, environment, "joint")
     return joint
 

@@ -38,6 +38,7 @@ def _walk(node: ast.expr) -> tuple[Any, list[str]]:
     match node:
         case ast.Subscript(value=ast.Name(id="L" | "G" as which), slice=ast.Constant(value=name)):
             return scope[which == "G"][str(name)], [] if name == STEP else [str(name)]
+        # A cell is called as its variable. It comes before attributes, which would take it as well.
         case ast.Attribute(
             value=ast.Subscript(
                 value=ast.Attribute(value=function, attr="__closure__"),
@@ -48,12 +49,12 @@ def _walk(node: ast.expr) -> tuple[Any, list[str]]:
             holder, _ = _walk(function)
             return holder.__closure__[index].cell_contents, [holder.__code__.co_freevars[index]]
         case ast.Attribute(value=inner, attr=name):
-            value, said = _walk(inner)
+            value, words = _walk(inner)
             plain = name in ("__self__", "_modules", "_parameters", "_buffers")
-            return getattr(value, name), said if plain else [*said, name]
+            return getattr(value, name), words if plain else [*words, name]
         case ast.Subscript(value=inner, slice=ast.Constant(value=key)):
-            value, said = _walk(inner)
-            return value[key], [*said, str(key)]
+            value, words = _walk(inner)
+            return value[key], [*words, str(key)]
     raise Unresolved(ast.unparse(node))
 
 
@@ -76,10 +77,10 @@ def is_there(source: str, value: Any) -> bool:
     if source.endswith("]"):
         return False
     try:
-        found = _walk(ast.parse(source, mode="eval").body)[0]
+        current = _walk(ast.parse(source, mode="eval").body)[0]
     except (LookupError, AttributeError, TypeError, SyntaxError):
         return False
-    return type(found) is type(value) and bool(found == value)
+    return type(current) is type(value) and bool(current == value)
 
 
 def source_words(source: str) -> list[str]:

@@ -63,10 +63,10 @@ def is_torchs(function: Any) -> bool:
 def is_operation(target: Any) -> bool:
     """Whether a function is one of torch's own operations, for one set of arguments or for all."""
     name = str(target)
-    found: Any = torch.ops
+    operation: Any = torch.ops
     for part in name.split("."):
-        found = getattr(found, part, None)
-    return found is target and name.startswith(("aten.", "prims.", "pfeife."))
+        operation = getattr(operation, part, None)
+    return operation is target and name.startswith(("aten.", "prims.", "pfeife."))
 
 
 def is_higher_order(target: Any) -> bool:
@@ -79,12 +79,12 @@ def _check_modes() -> None:
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     transforms = torch._C._functorch.peek_interpreter_stack()
     modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
-    for found, what in (
+    for active, what in (
         (hooks, "hooks of saved tensors are active"),
         (transforms, "it is called inside of a transform (torch.func)"),
         (modes, "a mode is active that sees every operation (or a default device)"),
     ):
-        if found:
+        if active:
             raise ValueError(what)
 
 
@@ -136,7 +136,7 @@ def _device(device: torch.device) -> str:
 def _namespaces() -> str:
     """A digest of the functions by which torch's own are known. Raises ValueError for one that is
     not torch's."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for space in _NAMESPACES:
         for name, value in sorted(vars(space).items()):
             if name == "__slotnames__":  # what copyreg notes when a tensor is first pickled
@@ -145,14 +145,15 @@ def _namespaces() -> str:
             if isinstance(value, types.FunctionType):
                 _check_origin(f"{space.__name__}.{name}", value)
                 code = value.__code__
-                found.update(f"{name} {code.co_filename} {code.co_firstlineno}\n".encode())
+                digest.update(f"{name} {code.co_filename} {code.co_firstlineno}\n".encode())
             elif not isinstance(value, types.ModuleType):
-                found.update(f"{name} {getattr(value, '__name__', type(value))}\n".encode())
-    return found.hexdigest()
+                digest.update(f"{name} {getattr(value, '__name__', type(value))}\n".encode())
+    return digest.hexdigest()
 
 
 def _check_origin(name: str, function: types.FunctionType) -> None:
     file = function.__code__.co_filename
-    known = file.startswith((_HOME, _STANDARD)) or Path(file).name == "typing_extensions.py"
-    if not known:
+    # What torch deprecates it wraps by typing_extensions: such a function is of that file.
+    is_original = file.startswith((_HOME, _STANDARD)) or Path(file).name == "typing_extensions.py"
+    if not is_original:
         raise ValueError(f"{name} has been replaced by a function of {file}")

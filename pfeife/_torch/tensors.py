@@ -100,11 +100,11 @@ def fake_on(value: torch.Tensor, device: torch.device, mode: FakeTensorMode) -> 
     if value.layout != torch.sparse_coo:
         shape, stride, offset = value.shape, value.stride(), value.storage_offset()
         return fake_tensor(mode, value.dtype, device, shape, stride, int(offset))
-    parts = [fake_on(one, device, mode) for one in (value._indices(), value._values())]
+    parts = [fake_on(part, device, mode) for part in (value._indices(), value._values())]
     dims, kind = (value.sparse_dim(), value.dense_dim()), {"dtype": value.dtype, "device": device}
-    made: Any = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default
+    constructor: Any = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default
     with mode, torch.no_grad():
-        return made(*dims, value.shape, *parts, layout=value.layout, **kind)
+        return constructor(*dims, value.shape, *parts, layout=value.layout, **kind)
 
 
 def hooks_of(tensor: torch.Tensor) -> list[Any]:
@@ -143,10 +143,12 @@ def is_handed_out(node: Any) -> bool:
     return False
 
 
-def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+def overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two tensors in one storage may share bytes, by the span of each."""
-    (start, end), (other_start, other_end) = (_span(tensor) for tensor in (one, other))
-    return start < other_end and other_start < end
+    (first_start, first_end), (second_start, second_end) = (
+        _span(tensor) for tensor in (first, second)
+    )
+    return first_start < second_end and second_start < first_end
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
@@ -160,8 +162,8 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 def plainly() -> contextlib.AbstractContextManager[None]:
     """While classes of tensors do not look at what is done with them. If it moves:
     `torch._C.DisableTorchFunction`."""
-    found: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
-    return found
+    guard: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return guard
 
 
 def storage_of(tensor: torch.Tensor) -> int | None:
@@ -219,17 +221,17 @@ def marked_most(tensor: torch.Tensor) -> dict[int, int]:
     """The largest sizes that `mark_dynamic(max=)` marked on a tensor, by the dimensions. Attributes
     as for `copy_marks`."""
     ranges = getattr(tensor, "_dynamo_dynamic_range", ())
-    return {one.dim: one.max for one in ranges if one.max is not None}
+    return {mark.dim: mark.max for mark in ranges if mark.max is not None}
 
 
-def copy_marks(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """Marks on another tensor the sizes as they are on one by torch._dynamo's `mark_dynamic` and
+def copy_marks(tensor: torch.Tensor, target: torch.Tensor) -> None:
+    """Marks on a `target` the sizes as they are on a tensor by torch._dynamo's `mark_dynamic` and
     its like, which leave attributes; if these have other names, the marks are not seen. What is
     marked by `mark_unbacked` may be dynamic: a program plans with sizes, and such ones are
     unknown."""
-    found = ((name, one) for name, one in vars(tensor).items() if name.startswith(_MARKS))
-    vars(other).update({name: one for name, one in found if "unbacked" not in name})
-    mark_open(other, open_dims(tensor) - open_dims(other))
+    marks = ((name, mark) for name, mark in vars(tensor).items() if name.startswith(_MARKS))
+    vars(target).update({name: mark for name, mark in marks if "unbacked" not in name})
+    mark_open(target, open_dims(tensor) - open_dims(target))
 
 
 def leaf_dims(in_dims: Any, tree: Any) -> list[int | None]:
@@ -260,7 +262,8 @@ def converting_others() -> Iterator[None]:
             child._apply(function)
         values = [*module._parameters.values(), *module._buffers.values()]
         with torch.no_grad():
-            same = all(one is None or function(one) is one for one in values)
+            # Where there is nothing to convert, `Tensor.to` gives the tensor itself.
+            same = all(tensor is None or function(tensor) is tensor for tensor in values)
         return module if same else original(module, function, recurse=False)
 
     nn.Module._apply = applied  # type: ignore[method-assign]

@@ -11,9 +11,9 @@ def compilation() -> Any:
     current = CompileContext.try_get()
     if current is None:
         return None
-    kept = CompileContext(current.compile_id)  # alone: torch goes on with its own
-    kept.attempt = current.attempt
-    return kept
+    context = CompileContext(current.compile_id)  # alone: torch goes on with its own
+    context.attempt = current.attempt
+    return context
 
 
 def trace_artifact(name: str, encoding: str, text: Callable[[], str], compilation: Any) -> None:

@@ -20,6 +20,7 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 def count(text: str) -> int:
     """An argument that is a number from 1 on."""
+    # `int` alone also takes "1_000", " 7 " and the digits of other scripts.
     if not (text.isascii() and text.isdigit() and 0 < int(text) < 2**63):
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return int(text)
@@ -28,20 +29,20 @@ def count(text: str) -> int:
 def seconds(text: str) -> float:
     """An argument that is a number of seconds."""
     try:
-        found = float(text)
+        number = float(text)
     except ValueError:
-        found = 0.0
-    if not 0 < found < 1e9:
+        number = 0.0
+    if not 0 < number < 1e9:
         raise argparse.ArgumentTypeError(f"{text!r} are no seconds, such as 20 or 0.5")
-    return found
+    return number
 
 
 def bytes_of(text: str) -> int:
     """An argument such as 80GB, 24GiB or 1000000."""
-    found = re.fullmatch(
+    match = re.fullmatch(
         r"(\d{1,15}(?:\.\d{1,6})?)\s*([KMGT]?i?B)?", text, re.ASCII | re.IGNORECASE
     )
-    size = float(found[1]) * _UNITS[(found[2] or "").upper()] if found else 0
+    size = float(match[1]) * _UNITS[(match[2] or "").upper()] if match else 0
     if not 1 <= size < 2**63:
         raise argparse.ArgumentTypeError(f"{text!r} are no bytes, such as 80GB or 24GiB")
     return int(size)
@@ -55,26 +56,28 @@ def setting(text: str) -> tuple[str, Any]:
     try:
         return name, json.loads(value)
     except (ValueError, RecursionError):
+        # Somebody who thinks in Python writes its words, which JSON does not have.
         return name, {"True": True, "False": False, "None": None}.get(value, value)
 
 
 def shape(text: str) -> tuple[str, tuple[tuple[int, ...], str]]:
     """NAME=SIZExSIZE:DTYPE, the sizes of a tensor without its rows."""
-    found = re.fullmatch(r"([\w.]+)=((?:\d{1,9}(?:x\d{1,9})*)?)(?::(\w+))?", text, re.ASCII)
-    if not found:
+    match = re.fullmatch(r"([\w.]+)=((?:\d{1,9}(?:x\d{1,9})*)?)(?::(\w+))?", text, re.ASCII)
+    if not match:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not NAME=SIZES:DTYPE, such as sample=4x128x128 or timestep=:int64"
         )
-    sizes = tuple(int(one) for one in found[2].split("x") if one)
-    return found[1], (sizes, found[3] or "")
+    sizes = tuple(int(size) for size in match[2].split("x") if size)
+    return match[1], (sizes, match[3] or "")
 
 
-def several(one: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+def several(parse: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
     """An argument that is a list with commas."""
 
     def read(text: str) -> tuple[Any, ...]:
         parts = re.split(r",(?!\d+(?:\.\d+)?(?:ns|us|ms|s)\b)", text)  # 25GB/s,20us is one
-        return tuple(dict.fromkeys(one(part) for part in parts))
+        # A dictionary has each once, in the order in which they were typed.
+        return tuple(dict.fromkeys(parse(part) for part in parts))
 
     return read
 
@@ -153,13 +156,13 @@ def plan_arguments(
 
 
 def _one_or_more(
-    lists: bool, one: Callable[[str], Any], name: str | None = None, default: Any = None
+    lists: bool, parse: Callable[[str], Any], name: str | None = None, default: Any = None
 ) -> dict[str, Any]:
     """How an argument is read: a value, or several with commas between them."""
     if not lists:
-        return {"metavar": name, "type": one, "default": default}
+        return {"metavar": name, "type": parse, "default": default}
     several_of = None if default is None else (default,)
-    return {"metavar": "A,B,...", "type": several(one), "default": several_of}
+    return {"metavar": "A,B,...", "type": several(parse), "default": several_of}
 
 
 def _size_arguments(

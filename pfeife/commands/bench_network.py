@@ -13,15 +13,16 @@ example:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `pfeife bench-network`."""
     parser.add_argument("--out", help="where to write the JSON; not written unless given")
     parser.add_argument("--repeats", type=count, default=7, help="runs of each size")
     parser.add_argument("--largest", type=count, help="bytes of a message, 16 MiB unless given")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
 
 
-def run(given: argparse.Namespace) -> str:
+def run(options: argparse.Namespace) -> str:
     """The links, on the first rank; nothing on the others."""
-    writable(given.out)
+    writable(options.out)
     import torch
 
     from pfeife import report
@@ -30,7 +31,7 @@ def run(given: argparse.Namespace) -> str:
     from pfeife.data.progress import shown
     from pfeife.runtime.distributed.process_group import join_world, leave_world
 
-    device = torch.device(given.device)
+    device = torch.device(options.device)
     world = join_world(device)
     if world is None:
         raise ValueError(
@@ -38,13 +39,14 @@ def run(given: argparse.Namespace) -> str:
             "-m pfeife bench-network"
         )
     with shown(logging.getLogger("pfeife"), rank=world.rank).phase("links") as phase:
-        found = bench_network(
-            sizes=[size for size in SIZES if size <= max(given.largest or SIZES[-1], SIZES[0])],
-            repeats=given.repeats,
+        network = bench_network(
+            # At least the smallest size, whatever was asked for: there is something to measure.
+            sizes=[size for size in SIZES if size <= max(options.largest or SIZES[-1], SIZES[0])],
+            repeats=options.repeats,
             device=device,
             progress=phase.progress,
         )
-    if world.rank == 0 and given.out:
-        plain.save(found, given.out)
+    if world.rank == 0 and options.out:
+        plain.save(network, options.out)
     leave_world()
-    return report.network_table(found) if world.rank == 0 else ""
+    return report.network_table(network) if world.rank == 0 else ""

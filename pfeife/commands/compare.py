@@ -52,11 +52,14 @@ class Row:
     @property
     def said(self) -> str:
         """Its choices and its step, in a line."""
-        words = ", ".join(f"{n} {one}" for n, one in self.choices.items() if one is not None)
+        words = ", ".join(
+            f"{name} {choice}" for name, choice in self.choices.items() if choice is not None
+        )
         return f"{words}: {self.refused or f'{self.step_seconds:.4g} s'}"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `pfeife compare`."""
     step_arguments(parser, lists=True)
     plan_arguments(parser, lists=True)
     parser.add_argument(
@@ -66,7 +69,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--csv", metavar="FILE", help="write the rows as CSV; - is the output")
 
 
-def run(given: argparse.Namespace) -> str:
+def run(options: argparse.Namespace) -> str:
     """The table of all plans."""
     import logging
 
@@ -74,53 +77,58 @@ def run(given: argparse.Namespace) -> str:
     from pfeife.commands.programs import saved, with_precision
     from pfeife.data.progress import shown
 
-    writable(given.json, given.csv)
-    stored = saved(given.what)
-    given = with_precision(given, stored)
-    every = [_asked(given, choices) for choices in _choices(given)]  # before any capture
+    writable(options.json, options.csv)
+    stored = saved(options.what)
+    options = with_precision(options, stored)
+    questions = [_asked(options, choices) for choices in _choices(options)]  # before any capture
     programs: dict[Any, Any] = {}
     rows = []
     log = logging.getLogger("pfeife")
     with shown(log).phase("comparing") as phase:
-        for done, (choices, question) in enumerate(every, 1):
-            rows.append(_planned(given, choices, question, programs, stored))
+        for done, (choices, question) in enumerate(questions, 1):
+            rows.append(_planned(options, choices, question, programs, stored))
             if phase.progress:
-                phase.progress(done, len(every))
+                phase.progress(done, len(questions))
             else:
-                log.info("%d of %d: %s", done, len(every), rows[-1].said)
-    rows.sort(key=lambda row: (bool(row.refused), _order(row, given.sort)))
+                log.info("%d of %d: %s", done, len(questions), rows[-1].said)
+    rows.sort(key=lambda row: (bool(row.refused), _order(row, options.sort)))
     data, text = _json(rows), _csv(rows)
-    if given.json not in (None, "-"):
-        write(given.json, data)
-    if given.csv not in (None, "-"):
-        write(given.csv, text)
-    if "-" in (given.json, given.csv):
-        return data if given.json == "-" else text.rstrip("\n")
-    return f"{_table(rows)}\n\nasked   {given.typed}"
+    if options.json not in (None, "-"):
+        write(options.json, data)
+    if options.csv not in (None, "-"):
+        write(options.csv, text)
+    if "-" in (options.json, options.csv):
+        return data if options.json == "-" else text.rstrip("\n")
+    return f"{_table(rows)}\n\nasked   {options.typed}"
 
 
 def _order(row: Row, how: str) -> float:
     return row.step_seconds if how == "step" else -row.each
 
 
-def _choices(given: argparse.Namespace) -> list[dict[str, Any]]:
+def _choices(options: argparse.Namespace) -> list[dict[str, Any]]:
     """What each plan is asked for: all combinations, but nothing is between the nodes of one."""
     axes = (*_AXES, *_MORE)
-    lists = [getattr(given, axis) or (None,) for axis in axes]
-    found = [dict(zip(axes, chosen, strict=True)) for chosen in itertools.product(*lists)]
-    known = [one | {"between": None} if one["nodes"] == 1 else one for one in found]
-    return list({tuple(one.values()): one for one in known}.values())
+    lists = [getattr(options, axis) or (None,) for axis in axes]
+    combinations = [dict(zip(axes, chosen, strict=True)) for chosen in itertools.product(*lists)]
+    # With one node the links between nodes make no difference: such rows become equal, and a
+    # dictionary keeps one of each, in the order of the combinations.
+    distinct = [
+        choices | {"between": None} if choices["nodes"] == 1 else choices
+        for choices in combinations
+    ]
+    return list({tuple(choices.values()): choices for choices in distinct}.values())
 
 
 def _asked(
-    given: argparse.Namespace, choices: dict[str, Any]
+    options: argparse.Namespace, choices: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any] | Row]:
     """The choices of a plan with its question, or with the reason that there is none."""
     from pfeife.commands.plan import question_of
     from pfeife.forecasting import Question
 
     try:
-        question = question_of(argparse.Namespace(**{**vars(given), **choices}))
+        question = question_of(argparse.Namespace(**{**vars(options), **choices}))
         Question(**question)
     except ValueError as error:
         return choices, Row(choices, refused=" ".join(str(error).split()))
@@ -128,7 +136,7 @@ def _asked(
 
 
 def _planned(
-    given: argparse.Namespace,
+    options: argparse.Namespace,
     choices: dict[str, Any],
     question: dict[str, Any] | Row,
     programs: dict[Any, Any],
@@ -141,21 +149,23 @@ def _planned(
     if isinstance(question, Row):
         return question
     count, batch = choices["microbatches"], choices["batch"]
-    rows = batch / count if batch else 1.0, choices["sequence"]
+    # What a program depends on among the choices: the rows of a microbatch (one, unless a batch is
+    # given) and their tokens. Machine, schedule and all others are decided on the same capture.
+    microbatch_size = batch / count if batch else 1.0, choices["sequence"]
     try:
-        if rows not in programs:
-            one = argparse.Namespace(**{**vars(given), **choices})
-            programs[rows] = program_of(one, count, stored).program
-        found = forecast(programs[rows], **question).forecast
+        if microbatch_size not in programs:
+            plan_options = argparse.Namespace(**{**vars(options), **choices})
+            programs[microbatch_size] = program_of(plan_options, count, stored).program
+        figures = forecast(programs[microbatch_size], **question).forecast
     except ValueError as error:
         return Row(choices, refused=" ".join(str(error).split()))
     return Row(
         choices,
-        found.step_seconds,
-        found.tokens_per_second or found.samples_per_second,
-        found.utilization,
-        found.bubble,
-        found.peak_bytes,
+        figures.step_seconds,
+        figures.tokens_per_second or figures.samples_per_second,
+        figures.utilization,
+        figures.bubble,
+        figures.peak_bytes,
     )
 
 
@@ -164,7 +174,7 @@ def _table(rows: Sequence[Row]) -> str:
     from pfeife.report import table
 
     good = [row for row in rows if not row.refused]
-    several = [one for one in _MORE if len({row.choices[one] for row in rows}) > 1]
+    several = [axis for axis in _MORE if len({row.choices[axis] for row in rows}) > 1]
     axes = (*_AXES, *several)
     fastest = min(good, key=lambda row: row.step_seconds, default=None)
     dense = max(good, key=lambda row: row.each, default=None)
@@ -177,7 +187,7 @@ def _table(rows: Sequence[Row]) -> str:
             f"{row.utilization:.1%}",
             f"{row.bubble:.1%}",
             size(row.peak_bytes),
-            " ".join(word for word, one in (("step", fastest), ("rate", dense)) if one is row),
+            " ".join(word for word, best in (("step", fastest), ("rate", dense)) if best is row),
         )
         for row in good
     ]
@@ -206,7 +216,7 @@ def _json(rows: Sequence[Row]) -> str:
 
 def _csv(rows: Sequence[Row]) -> str:
     text = io.StringIO()
-    made = csv.DictWriter(text, list(_flat(rows[0])), lineterminator="\n")
-    made.writeheader()
-    made.writerows(_flat(row) for row in rows)
+    writer = csv.DictWriter(text, list(_flat(rows[0])), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(_flat(row) for row in rows)
     return text.getvalue()

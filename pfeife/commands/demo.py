@@ -17,10 +17,11 @@ STEPS, MICROBATCHES, ROWS, WIDTH = 20, 4, 64, 256
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `pfeife demo`."""
     parser.add_argument("--html", metavar="FILE", help="write it as a page (needs pfeife[report])")
 
 
-def run(given: argparse.Namespace) -> str:
+def run(options: argparse.Namespace) -> str:
     """What was trained, whether it is what one device trains, and when each rank did what."""
     import torch
     from torch import nn
@@ -28,7 +29,7 @@ def run(given: argparse.Namespace) -> str:
     from pfeife.backend.step import compile as compiled_step
     from pfeife.commands.plan import writable
 
-    writable(given.html)
+    writable(options.html)
     torch.manual_seed(0)
 
     def model() -> nn.Module:
@@ -45,24 +46,26 @@ def run(given: argparse.Namespace) -> str:
 
     step = compiled_step(loss_fn, microbatches=MICROBATCHES, stages=2, progress=False)
     optimizer = torch.optim.SGD(pipelined.parameters(), lr=1e-2)
-    other = torch.optim.SGD(alone.parameters(), lr=1e-2)
+    alone_optimizer = torch.optim.SGD(alone.parameters(), lr=1e-2)
     losses, same = [], 0
     for _ in range(STEPS):
         loss = step(inputs, targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        # One device adds in the same order, a microbatch after the other: one backward of the whole
+        # batch would round otherwise, and the losses would not be the same bits.
         expected = torch.zeros(())
         for part in zip(inputs.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True):
-            one = (alone(part[0]) - part[1]).square().mean() / MICROBATCHES
-            one.backward()
-            expected = expected + one.detach()
-        other.step()
-        other.zero_grad()
+            part_loss = (alone(part[0]) - part[1]).square().mean() / MICROBATCHES
+            part_loss.backward()
+            expected = expected + part_loss.detach()
+        alone_optimizer.step()
+        alone_optimizer.zero_grad()
         losses.append(loss.item())
         same += torch.equal(loss.detach(), expected)
-    if given.html:
-        step.report(given.html, inputs, targets)
+    if options.html:
+        step.report(options.html, inputs, targets)
     (built,) = step.backend.compiled
     return _text(built, losses, same)
 

@@ -11,22 +11,23 @@ example:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `pfeife explain`."""
     step_arguments(parser)
     parser.add_argument("--microbatches", type=count, default=2)
     parser.add_argument("--stages", type=count, default=2)
     parser.add_argument("--schedule", default="1f1b")
 
 
-def run(given: argparse.Namespace) -> str:
+def run(options: argparse.Namespace) -> str:
     """The text of `pfeife.explain`, for real tensors: it runs forwards for its checks."""
     from pfeife.backend.explain import explain
     from pfeife.commands.models import asked
     from pfeife.commands.programs import wanted_of
 
-    one = asked(wanted_of(given, given.microbatches), real=True)
-    options = {
-        "microbatches": given.microbatches,
-        "stages": given.stages,
-        "schedule": given.schedule,
+    request = asked(wanted_of(options, options.microbatches), real=True)
+    compile_options = {
+        "microbatches": options.microbatches,
+        "stages": options.stages,
+        "schedule": options.schedule,
     }
-    return str(explain(one.step, *one.args, options=options, **one.kwargs))
+    return str(explain(request.step, *request.args, options=compile_options, **request.kwargs))

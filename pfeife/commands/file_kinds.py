@@ -13,7 +13,9 @@ from pfeife.data.schedule import Schedule
 from pfeife.data.timeline import Timeline
 from pfeife.frontend.cache.program_json import StoredProgram
 
-_FIELDS: dict[type, set[str]] = {  # by which a file is known
+# By which fields a file is known. The first that fits counts: a forecast has `ranks` too, and so
+# schedules come last.
+_FIELDS: dict[type, set[str]] = {
     Plan: {"stage_of_cluster", "schedule"},
     Forecast: {"by_rank", "waits"},
     Machine: {"memory_bandwidth", "link_bandwidth"},
@@ -50,6 +52,7 @@ def read(path: str) -> Any:
     for kind, needed in _FIELDS.items():
         if needed <= fields:
             return plain.load(kind, place)
+    # All fields of a network have defaults, so a file may have any of them, but no others.
     if fields & {"links", "nodes"} and fields <= {"links", "nodes", "across", "sha256"}:
         return plain.load(Network, place)
     return data

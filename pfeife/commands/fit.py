@@ -34,6 +34,7 @@ class Fits:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `pfeife fit`."""
     step_arguments(parser)
     plan_arguments(parser, sized=False)
     parser.add_argument("--ranks", type=count, help="of all replicas; searched unless given")
@@ -42,32 +43,36 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--price", type=float, help="of a rank and hour, in any currency")
 
 
-def run(given: argparse.Namespace) -> str:
+def run(options: argparse.Namespace) -> str:
     """A line for the fewest ranks, the largest microbatch and the longest sequence."""
     from pfeife.commands.programs import saved, with_precision
     from pfeife.report import table
 
-    stored = saved(given.what)
-    given = with_precision(given, stored)
-    given = _with(given, recompute=given.recompute or "auto")
+    stored = saved(options.what)
+    options = with_precision(options, stored)
+    options = _with(options, recompute=options.recompute or "auto")
     planned = _Planned(stored)
-    if given.ranks is None:
-        ranks, first = _fewest(lambda n: planned(_with(given, ranks=n)), given.most)
-        given = _with(given, ranks=ranks)
+    if options.ranks is None:
+        ranks, first = _fewest(lambda n: planned(_with(options, ranks=n)), options.most)
+        options = _with(options, ranks=ranks)
         words = f"{ranks} ranks, the fewest"
     else:
-        given, first = _in_pipelines(given, planned)
-        several = f" in {given.replicas} pipelines" if given.replicas > 1 else ""
-        words = f"{given.ranks} ranks{several}"
-    found = [Fits(words, first)]
-    if stored is None and given.batch is None:
-        each = given.microbatches or _PER_RANK * given.ranks
-        rows, most = _doubled(lambda n: planned(_with(given, batch=n * each)), 1, first, given.most)
-        found.append(Fits(f"{rows} rows a microbatch, the most", most))
+        options, first = _in_pipelines(options, planned)
+        several = f" in {options.replicas} pipelines" if options.replicas > 1 else ""
+        words = f"{options.ranks} ranks{several}"
+    answers = [Fits(words, first)]
+    # A saved program has its rows and tokens for good. Any other is doubled from what `first` is
+    # for: one row a microbatch, where no batch is given, and the tokens of its rows.
+    if stored is None and options.batch is None:
+        microbatches = options.microbatches or _PER_RANK * options.ranks
+        rows, most = _doubled(
+            lambda n: planned(_with(options, batch=n * microbatches)), 1, first, options.most
+        )
+        answers.append(Fits(f"{rows} rows a microbatch, the most", most))
     if stored is None and first.tokens:
-        start, end = first.tokens // first.samples, 1024 * given.most
-        tokens, most = _doubled(lambda n: planned(_with(given, sequence=n)), start, first, end)
-        found.append(Fits(f"{tokens} tokens a row, the most", most))
+        start, end = first.tokens // first.samples, 1024 * options.most
+        tokens, most = _doubled(lambda n: planned(_with(options, sequence=n)), start, first, end)
+        answers.append(Fits(f"{tokens} tokens a row, the most", most))
     head = (
         "fits",
         "rows",
@@ -76,31 +81,31 @@ def run(given: argparse.Namespace) -> str:
         "MFU",
         "tokens a day" if first.tokens else "rows a day",
     )
-    rows_of = [_row(one, given.price) for one in found]
-    text = table(rows_of, (*head, "cost a billion") if given.price else head)
-    return f"{text}\n\nasked   {given.typed}\nlimit   {planned.reason or 'none was met'}"
+    rows_of = [_row(answer, options.price) for answer in answers]
+    text = table(rows_of, (*head, "cost a billion") if options.price else head)
+    return f"{text}\n\nasked   {options.typed}\nlimit   {planned.reason or 'none was met'}"
 
 
 def _in_pipelines(
-    given: argparse.Namespace, planned: "_Planned"
+    options: argparse.Namespace, planned: "_Planned"
 ) -> "tuple[argparse.Namespace, Forecast]":
     """The options with the fewest pipelines that hold the step, one where its ranks do, and its
     forecast. Raises ValueError if none do."""
     from pfeife.sched.cutting.memory_limit import TooManyStages
 
-    counts = [n for n in _doubles(1, given.ranks) if given.ranks % n == 0]
+    counts = [n for n in _doubles(1, options.ranks) if options.ranks % n == 0]
     reason = ""  # that of the fewest pipelines, which need least
-    for replicas in counts if given.replicas == 1 else [given.replicas]:
-        one = _with(given, replicas=replicas)
+    for replicas in counts if options.replicas == 1 else [options.replicas]:
+        candidate = _with(options, replicas=replicas)
         try:
-            forecast = planned(one)
-        except TooManyStages as error:
+            forecast = planned(candidate)
+        except TooManyStages as error:  # with more pipelines each has fewer ranks, so go on
             reason = reason or str(error)
             continue
         if forecast:
-            return one, forecast
+            return candidate, forecast
         reason = reason or planned.reason
-    raise ValueError(f"{given.what} does not fit on {given.ranks} ranks: {reason}")
+    raise ValueError(f"{options.what} does not fit on {options.ranks} ranks: {reason}")
 
 
 class _Planned:
@@ -110,34 +115,37 @@ class _Planned:
         self.stored, self.reason = stored, ""
         self.programs: dict[Any, Any] = {}
 
-    def __call__(self, given: argparse.Namespace) -> "Forecast | None":
+    def __call__(self, options: argparse.Namespace) -> "Forecast | None":
         from pfeife.commands.plan import answered, question_of
         from pfeife.commands.programs import program_of
         from pfeife.sched.cutting.memory_limit import OutOfMemory
 
-        microbatches = given.microbatches or _PER_RANK * given.ranks
-        given = _with(given, microbatches=microbatches)
-        key = (given.batch or microbatches) / microbatches, given.sequence
+        microbatches = options.microbatches or _PER_RANK * options.ranks
+        options = _with(options, microbatches=microbatches)
+        # A capture depends on the rows of a microbatch and their tokens alone.
+        key = (options.batch or microbatches) / microbatches, options.sequence
         if key not in self.programs:
-            self.programs[key] = program_of(given, microbatches, self.stored).program
+            self.programs[key] = program_of(options, microbatches, self.stored).program
         try:
-            return answered(self.programs[key], question_of(given)).forecast
+            return answered(self.programs[key], question_of(options)).forecast
         except OutOfMemory as error:
             self.reason = " ".join(str(error).split())
             return None
 
 
-def _with(given: argparse.Namespace, **more: Any) -> argparse.Namespace:
-    return argparse.Namespace(**{**vars(given), **more})
+def _with(options: argparse.Namespace, **more: Any) -> argparse.Namespace:
+    return argparse.Namespace(**{**vars(options), **more})
 
 
 def _fewest(fits: Callable[[int], "Forecast | None"], most: int) -> "tuple[int, Forecast]":
     """The fewest ranks that hold a step, with its forecast: doubled until they do, and then
     between. Raises ValueError if the most do not."""
-    high, best = next(((n, one) for n in _doubles(1, most) if (one := fits(n))), (0, None))
+    high, best = next(
+        ((n, candidate) for n in _doubles(1, most) if (candidate := fits(n))), (0, None)
+    )
     if best is None:
         raise ValueError(f"it does not fit on {most} ranks (--most)")
-    low = high // 2
+    low = high // 2  # from here on `high` ranks hold it and `low` ranks do not
     while high - low > 1:
         middle = (low + high) // 2
         forecast = fits(middle)
@@ -166,18 +174,18 @@ def _doubles(start: int, most: int) -> Iterator[int]:
         start *= 2
 
 
-def _row(one: Fits, price: float | None) -> tuple:
+def _row(answer: Fits, price: float | None) -> tuple:
     from pfeife.data.units import count as counted
     from pfeife.report import size
 
-    found = one.forecast
-    rate = found.tokens_per_second or found.samples_per_second
+    forecast = answer.forecast
+    rate = forecast.tokens_per_second or forecast.samples_per_second
     words = (
-        one.what,
-        found.samples,
-        f"{found.step_seconds:.4g} s",
-        size(found.peak_bytes),
-        f"{found.utilization:.1%}",
+        answer.what,
+        forecast.samples,
+        f"{forecast.step_seconds:.4g} s",
+        size(forecast.peak_bytes),
+        f"{forecast.utilization:.1%}",
         counted(86400 * rate),
     )
-    return (*words, f"{price * found.world * 1e9 / rate / 3600:.4g}") if price else words
+    return (*words, f"{price * forecast.world * 1e9 / rate / 3600:.4g}") if price else words

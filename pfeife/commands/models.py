@@ -42,10 +42,10 @@ def asked(wanted: Wanted, *, real: bool = False) -> ModelRequest:
     `real`. Raises ValueError if there is no such step."""
     if wanted.what.endswith(".json"):
         return _of_model(_from_file(wanted), wanted, real)
-    found = _named(wanted.what)
-    if isinstance(found, type):
-        return _of_model(_from_class(found, wanted), wanted, real)
-    return _from_function(found, wanted, real)
+    target = _named(wanted.what)
+    if isinstance(target, type):
+        return _of_model(_from_class(target, wanted), wanted, real)
+    return _from_function(target, wanted, real)
 
 
 def _named(what: str) -> Any:
@@ -57,16 +57,16 @@ def _named(what: str) -> Any:
             "transformers:LlamaConfig, or the path of a config.json"
         )
     module = _module(place)
-    found: Any = module
+    target: Any = module
     for part in name.split("."):
-        if not hasattr(found, part):
-            near = get_close_matches(part, dir(found), n=1)
+        if not hasattr(target, part):
+            near = get_close_matches(part, dir(target), n=1)
             hint = f"; the nearest is {near[0]!r}" if near else ""
             raise ValueError(f"{what!r}: {place} has no {part!r}{hint}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise ValueError(f"{what!r} is {type(found).__name__}, and not a function or a class")
-    return found
+        target = getattr(target, part)
+    if not callable(target):
+        raise ValueError(f"{what!r} is {type(target).__name__}, and not a function or a class")
+    return target
 
 
 def _module(place: str) -> Any:
@@ -77,11 +77,11 @@ def _module(place: str) -> Any:
         if place.endswith(".py"):
             if not path.is_file():
                 raise ValueError(f"{place!r}: there is no such file")
-            sys.path.insert(0, str(path.parent.absolute()))
+            sys.path.insert(0, str(path.parent.absolute()))  # for its imports from beside it
             spec = importlib.util.spec_from_file_location(path.stem, path)
             assert spec is not None and spec.loader is not None
             module = importlib.util.module_from_spec(spec)
-            sys.modules[path.stem] = module
+            sys.modules[path.stem] = module  # before it runs: dataclasses look it up there
             spec.loader.exec_module(module)
             return module
         if "" not in sys.path:
@@ -122,15 +122,15 @@ def _from_function(function: Callable[..., Any], wanted: Wanted, real: bool) -> 
         raise ValueError(f"{name}{signature}: {error}; give them with --set NAME=VALUE") from None
     with contextlib.nullcontext() if real else torch.device("meta"), _default(wanted.dtype):
         try:
-            made = function(**settings)
+            returned = function(**settings)
         except Exception as error:
             raise ValueError(f"{name} raised {_line(error)}") from error
-    if not isinstance(made, tuple) or len(made) < 2 or not callable(made[0]):
+    if not isinstance(returned, tuple) or len(returned) < 2 or not callable(returned[0]):
         raise ValueError(
-            f"{name} returned {type(made).__name__}: it must return the step and its batch, "
+            f"{name} returned {type(returned).__name__}: it must return the step and its batch, "
             "`return step, batch` or `return step, inputs, targets`"
         )
-    step, *batch = made
+    step, *batch = returned
     if len(batch) == 1 and isinstance(batch[0], tuple):
         batch = list(batch[0])
     return ModelRequest(step, tuple(batch), {})
@@ -163,8 +163,9 @@ def _from_file(wanted: Wanted) -> tuple[str, Make]:
         raise ValueError(f"{wanted.what}: a configuration is an object, this is a list or a number")
     if isinstance(data.get("_class_name"), str):
         kind = _of_library("diffusers", data["_class_name"], wanted.what)
-        kept = {name: value for name, value in data.items() if not name.startswith("_")}
-        return _diffusers(kind, kept | _known(kind, wanted))
+        # Names with an underscore are notes of the library (its version, the class).
+        settings = {name: value for name, value in data.items() if not name.startswith("_")}
+        return _diffusers(kind, settings | _known(kind, wanted))
     architectures = data.get("architectures")
     if isinstance(architectures, list) and architectures and isinstance(architectures[0], str):
         kind = _of_library("transformers", architectures[0], wanted.what)
@@ -186,10 +187,10 @@ def _from_file(wanted: Wanted) -> tuple[str, Make]:
 
 
 def _of_library(library: str, name: str, where: str) -> Any:
-    found = getattr(_module(library), name, None) if name.isidentifier() else None
-    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+    kind = getattr(_module(library), name, None) if name.isidentifier() else None
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise ValueError(f"{where}: {library} has no model {name[:80]!r}")
-    return found
+    return kind
 
 
 def _from_class(kind: type, wanted: Wanted) -> tuple[str, Make]:
@@ -215,13 +216,13 @@ def _known(kind: Any, wanted: Wanted) -> dict[str, Any]:
     """The settings for a configuration. Raises ValueError for a name that it has not: transformers
     takes any."""
     settings = dict(wanted.settings)
-    known = set(inspect.signature(kind.__init__).parameters)
+    names = set(inspect.signature(kind.__init__).parameters)
     if hasattr(kind, "to_dict"):
         with contextlib.suppress(Exception):  # some cannot be made without arguments
-            known |= set(kind().to_dict())
+            names |= set(kind().to_dict())
     for name in settings:
-        if name not in known:
-            near = get_close_matches(name, known, n=3, cutoff=0.3)
+        if name not in names:
+            near = get_close_matches(name, names, n=3, cutoff=0.3)
             raise ValueError(f"--set {name}: {kind.__name__} has no such option; near are {near}")
     return settings
 
@@ -229,6 +230,7 @@ def _known(kind: Any, wanted: Wanted) -> dict[str, Any]:
 def _of_config(config: Any) -> tuple[str, Make]:
     """The model with a loss for a configuration of transformers."""
     transformers = _module("transformers")
+    # Only making a model tells whether there is one; on the meta device that allocates nothing.
     for name in ("CausalLM", "Seq2SeqLM", "MaskedLM", "ImageClassification"):
         with contextlib.suppress(ValueError, KeyError):
             with torch.device("meta"):
@@ -261,16 +263,20 @@ def _of_model(made: tuple[str, Make], wanted: Wanted, real: bool) -> ModelReques
             raise ValueError(f"{wanted.what} is not made: {_line(error)}") from error
     model.train().to(wanted.dtype)
     rows = wanted.batch or wanted.rows
-    batch, left, looks = batch_of(model, wanted, rows, device)
+    batch, constants, tensors = batch_of(model, wanted, rows, device)
     library = words.split(" ")[0]
+    # A library's code is told by its version. Without words the module is the user's own, and its
+    # settings do not tell what its code does: it has no key.
     key = None
     if words:
         version = _module(library).__version__
-        inputs = {name: (str(v.dtype), list(v.shape)) for name, v in looks.items()}
-        key = json.dumps([words, version, str(wanted.dtype), sorted(inputs.items()), str(left)])
+        inputs = {name: (str(v.dtype), list(v.shape)) for name, v in tensors.items()}
+        key = json.dumps(
+            [words, version, str(wanted.dtype), sorted(inputs.items()), str(constants)]
+        )
 
-    def step(**given: Any) -> Any:
-        output = model(**given, **left)
+    def step(**microbatch: Any) -> Any:
+        output = model(**microbatch, **constants)
         loss = getattr(output, "loss", None)
         if loss is None:
             first = next(v for v in _tensors(output) if v.is_floating_point())

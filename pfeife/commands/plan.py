@@ -31,6 +31,7 @@ second question about the same microbatch needs none."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `pfeife plan`."""
     step_arguments(parser)
     plan_arguments(parser)
     out = parser.add_argument_group("the answer")
@@ -44,43 +45,46 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--save-program", metavar="FILE", help="write the captured program as JSON")
 
 
-def run(given: argparse.Namespace) -> str:
+def run(options: argparse.Namespace) -> str:
     """The plan as tables; files as they were asked for."""
-    writable(given.out, given.json, given.csv, given.html, given.trace, given.save_program)
+    writable(
+        options.out, options.json, options.csv, options.html, options.trace, options.save_program
+    )
+    # Imported only now: these import torch, and a wrong path is to be said without waiting for it.
     from pfeife import report
     from pfeife.commands import programs
     from pfeife.data import plain
     from pfeife.forecasting import Question
 
-    stored = programs.saved(given.what)
-    given = programs.with_precision(given, stored)
-    question = question_of(given)
+    stored = programs.saved(options.what)
+    options = programs.with_precision(options, stored)
+    question = question_of(options)
     Question(**question)  # what is wrong is said before a capture that takes a minute
-    found = programs.program_of(given, given.microbatches, stored)
-    words = programs.words_of(given, found.program)
-    if given.save_program:
-        programs.save(found.program, given.save_program, words)
-    outlook = answered(found.program, question)
+    captured = programs.program_of(options, options.microbatches, stored)
+    words = programs.words_of(options, captured.program)
+    if options.save_program:
+        programs.save(captured.program, options.save_program, words)
+    outlook = answered(captured.program, question)
     outlook = attrs.evolve(outlook, forecast=attrs.evolve(outlook.forecast, asked=words))
-    if given.out:
-        plain.save(outlook.plan, given.out)
-    if given.trace:
-        write(given.trace, report.chrome_trace(outlook.run))
-    if given.html:
-        write(given.html, page(outlook, given.what))
+    if options.out:
+        plain.save(outlook.plan, options.out)
+    if options.trace:
+        write(options.trace, report.chrome_trace(outlook.run))
+    if options.html:
+        write(options.html, page(outlook, options.what))
     data = plain.to_json(outlook.forecast)
     rows = report.forecast_csv(outlook.forecast)
-    if given.json not in (None, "-"):
-        plain.save(outlook.forecast, given.json)
-    if given.csv not in (None, "-"):
-        write(given.csv, rows)
-    if "-" in (given.json, given.csv):
-        return data if given.json == "-" else rows.rstrip("\n")
+    if options.json not in (None, "-"):
+        plain.save(outlook.forecast, options.json)
+    if options.csv not in (None, "-"):
+        write(options.csv, rows)
+    if "-" in (options.json, options.csv):
+        return data if options.json == "-" else rows.rstrip("\n")
     text = report.forecast_table(outlook.forecast, terminal())
-    notes = [found.note] if found.note else []
-    if given.optimizer is None:
+    notes = [captured.note] if captured.note else []
+    if options.optimizer is None:
         notes.append("memory is without an optimizer's state; --optimizer AdamW counts it")
-    notes += _in_float32(outlook, given.precision)
+    notes += _in_float32(outlook, options.precision)
     return "\n".join([text, *(f"note    {note}" for note in notes)])
 
 
@@ -101,53 +105,56 @@ def _in_float32(outlook: "Outlook", precision: str) -> list[str]:
     ]
 
 
-def question_of(given: argparse.Namespace) -> dict[str, Any]:
+def question_of(options: argparse.Namespace) -> dict[str, Any]:
     """The fields of a `Question` that options say."""
     return {
-        "machine": given.machine,
-        "ranks": given.ranks,
-        "network": network_of(given, given.ranks),
-        "microbatches": given.microbatches,
-        "replicas": given.replicas,
-        "schedule": _schedule(given.schedule),
-        "stages": given.stages,
-        "memory_limit": given.memory,
-        "recompute": number_or_text(given.recompute),
-        "optimizer": number_or_text(given.optimizer),
-        "data_parallel": given.data_parallel,
-        "cut_at": given.cut_at,
-        "search_seconds": given.search_seconds,
-        "master": PRECISIONS[given.precision][1],
+        "machine": options.machine,
+        "ranks": options.ranks,
+        "network": network_of(options, options.ranks),
+        "microbatches": options.microbatches,
+        "replicas": options.replicas,
+        "schedule": _schedule(options.schedule),
+        "stages": options.stages,
+        "memory_limit": options.memory,
+        "recompute": number_or_text(options.recompute),
+        "optimizer": number_or_text(options.optimizer),
+        "data_parallel": options.data_parallel,
+        "cut_at": options.cut_at,
+        "search_seconds": options.search_seconds,
+        "master": PRECISIONS[options.precision][1],
     }
 
 
-def network_of(given: argparse.Namespace, ranks: int) -> Any:
+def network_of(options: argparse.Namespace, ranks: int) -> Any:
     """The links that options describe, None for the machine's own."""
     from pfeife.data import plain
     from pfeife.data.network import Network
 
-    if given.network:
-        if given.inside or given.between or given.nodes != 1:
+    if options.network:
+        if options.inside or options.between or options.nodes != 1:
             raise ValueError("--network has the links already: leave out --nodes and its links")
         try:
-            return plain.load(Network, given.network)
+            return plain.load(Network, options.network)
         except OSError as error:
             raise ValueError(
-                f"--network {given.network}: {error.strerror}; `pfeife bench-network --out` writes "
-                "one, under torchrun"
+                f"--network {options.network}: {error.strerror}; `pfeife bench-network --out` "
+                "writes one, under torchrun"
             ) from None
-    if given.nodes == 1 and not given.inside:
+    if options.nodes == 1 and not options.inside:
         return None
-    if ranks % given.nodes:
-        raise ValueError(f"--ranks {ranks} and --nodes {given.nodes}: nodes are of equal size")
-    if not given.inside:
+    if ranks % options.nodes:
+        raise ValueError(f"--ranks {ranks} and --nodes {options.nodes}: nodes are of equal size")
+    if not options.inside:
         raise ValueError(
             "--nodes: say what joins the ranks of a node with --inside, such as nvlink4, and the "
             "nodes with --between, such as ib-ndr (`pfeife machines` lists them)"
         )
-    each = ranks // given.nodes
+    ranks_per_node = ranks // options.nodes
     return Network.of(
-        nodes=given.nodes, ranks_per_node=each, inside=given.inside, between=given.between
+        nodes=options.nodes,
+        ranks_per_node=ranks_per_node,
+        inside=options.inside,
+        between=options.between,
     )
 
 
@@ -155,12 +162,14 @@ def page(outlook: "Outlook", title: str) -> str:
     """All of it as a page of HTML."""
     from pfeife import report
 
-    found = outlook.forecast
-    lines = report.forecast_summary(found).splitlines()
+    forecast = outlook.forecast
+    lines = report.forecast_summary(forecast).splitlines()
     shown = ("plan", "network", "cuts", "step", "MFU", "advice")
     words = (line.split(maxsplit=1) for line in lines)
     notes = (f"{word[:1].upper() + word[1:]}: {text}" for word, text in words if word in shown)
-    about = report.About(title, found.machine, found.memory_limit, tuple(notes), asked=found.asked)
+    about = report.About(
+        title, forecast.machine, forecast.memory_limit, tuple(notes), asked=forecast.asked
+    )
     return report.html(outlook.history(), outlook.plan, outlook.run, about=about)
 
 

@@ -14,6 +14,7 @@ example:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `pfeife profile`."""
     step_arguments(parser)
     parser.add_argument("--microbatches", type=count, default=4)
     parser.add_argument("--stages", type=count, default=2)
@@ -25,7 +26,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--width", type=count, default=80, help="columns of drawings")
 
 
-def run(given: argparse.Namespace) -> str:
+def run(options: argparse.Namespace) -> str:
     """A row for every kind of action, and both timelines."""
     from pfeife import report
     from pfeife.backend.reporting import measured, page_of
@@ -34,30 +35,33 @@ def run(given: argparse.Namespace) -> str:
     from pfeife.commands.plan import writable, write
     from pfeife.commands.programs import wanted_of
 
-    writable(given.html)
-    one = asked(wanted_of(given, given.microbatches), real=True)
+    writable(options.html)
+    request = asked(wanted_of(options, options.microbatches), real=True)
     step = compiled_step(
-        one.step,
-        microbatches=given.microbatches,
-        stages=given.stages,
-        schedule=given.schedule,
-        costs=given.costs,
+        request.step,
+        microbatches=options.microbatches,
+        stages=options.stages,
+        schedule=options.schedule,
+        costs=options.costs,
     )
-    found = measured(step.backend, lambda a, k: step(*a, **k), one.args, one.kwargs)
-    target = found.compiled.target
+    measurement = measured(step.backend, lambda a, k: step(*a, **k), request.args, request.kwargs)
+    target = measurement.compiled.target
     assert target is not None
-    predicted = report.expected(found.compiled.program, found.compiled.schedule, target)
-    if given.html:
-        write(given.html, page_of(found.compiled, given.what, found.run, given.typed))
-    compared = report.compare_times(predicted.timeline, found.run.timeline)
+    predicted = report.expected(measurement.compiled.program, measurement.compiled.schedule, target)
+    if options.html:
+        write(
+            options.html,
+            page_of(measurement.compiled, options.what, measurement.run, options.typed),
+        )
+    compared = report.compare_times(predicted.timeline, measurement.run.timeline)
     return "\n".join(
         [
             report.comparison_table(compared),
             f"\npredicted: {predicted.timeline.seconds:.4g} s, bubble "
             f"{predicted.timeline.bubble:.1%}",
-            report.timeline_chart(predicted.timeline, given.width),
-            f"\nmeasured: {found.run.timeline.seconds:.4g} s, bubble "
-            f"{found.run.timeline.bubble:.1%}",
-            report.timeline_chart(found.run.timeline, given.width),
+            report.timeline_chart(predicted.timeline, options.width),
+            f"\nmeasured: {measurement.run.timeline.seconds:.4g} s, bubble "
+            f"{measurement.run.timeline.bubble:.1%}",
+            report.timeline_chart(measurement.run.timeline, options.width),
         ]
     )

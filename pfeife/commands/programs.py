@@ -52,93 +52,97 @@ def saved(what: str) -> StoredProgram | None:
     return plain.load(StoredProgram, what)
 
 
-def with_precision(given: argparse.Namespace, stored: StoredProgram | None) -> argparse.Namespace:
+def with_precision(options: argparse.Namespace, stored: StoredProgram | None) -> argparse.Namespace:
     """The options with the precision that was asked for, or else that of a saved program. Raises
     ValueError for a saved one that is none."""
-    told = stored.asked.get("precision", "fp32") if stored else "fp32"
-    if told not in PRECISIONS:
-        raise ValueError(f"{given.what}: it says the precision {told[:80]!r}, which there is not")
-    return argparse.Namespace(**{**vars(given), "precision": given.precision or told})
+    precision = stored.asked.get("precision", "fp32") if stored else "fp32"
+    if precision not in PRECISIONS:
+        raise ValueError(
+            f"{options.what}: it says the precision {precision[:80]!r}, which there is not"
+        )
+    return argparse.Namespace(**{**vars(options), "precision": options.precision or precision})
 
 
-def words_of(given: argparse.Namespace, program: Program) -> dict[str, str]:
+def words_of(options: argparse.Namespace, program: Program) -> dict[str, str]:
     """What was asked for, by names, and the command that asks so."""
     rows, tokens = rows_and_tokens(program)
-    batch = given.batch or rows * given.microbatches
+    batch = options.batch or rows * options.microbatches
     words = {
-        "precision": given.precision,
-        "optimizer": given.optimizer or "none",
+        "precision": options.precision,
+        "optimizer": options.optimizer or "none",
         "batch": batch,
         "sequence": tokens // rows if tokens else "",
-        "microbatches": given.microbatches,
-        "machine": given.machine,
-        "command": given.typed,
+        "microbatches": options.microbatches,
+        "machine": options.machine,
+        "command": options.typed,
     }
     return {name: str(word) for name, word in words.items() if word != ""}
 
 
-def wanted_of(given: argparse.Namespace, microbatches: int) -> Wanted:
+def wanted_of(options: argparse.Namespace, microbatches: int) -> Wanted:
     """What the options of a step say."""
-    dtype = getattr(torch, PRECISIONS[given.precision or "fp32"][0])
-    rows = given.batch or microbatches
-    settings, inputs = dict(given.settings), dict(given.inputs)
-    return Wanted(given.what, settings, rows, given.batch, given.sequence, inputs, dtype)
+    dtype = getattr(torch, PRECISIONS[options.precision or "fp32"][0])
+    rows = options.batch or microbatches
+    settings, inputs = dict(options.settings), dict(options.inputs)
+    return Wanted(options.what, settings, rows, options.batch, options.sequence, inputs, dtype)
 
 
-def folder_of(given: argparse.Namespace) -> Path | None:
+def folder_of(options: argparse.Namespace) -> Path | None:
     """Where captures are kept."""
-    if given.no_cache:
+    if options.no_cache:
         return None
-    if given.cache:
-        return Path(given.cache)
+    if options.cache:
+        return Path(options.cache)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pfeife"
 
 
 def program_of(
-    given: argparse.Namespace,
+    options: argparse.Namespace,
     microbatches: int,
     stored: StoredProgram | None,
     show: Shown | None = None,
 ) -> CapturedModel:
     """The program of a microbatch of the step, or the saved one. Raises ValueError if there is
     none."""
-    found = _found(given, microbatches, stored, show or shown(log))
-    wanted = str(wanted_of(given, microbatches).dtype).removeprefix("torch.")
-    ports = found.program.ports(Role.PARAMETER)
-    kinds = sorted({str(port.dtype).removeprefix("torch.") for port in ports})
-    if wanted != "float32" and kinds and wanted not in kinds:
+    captured = _found(options, microbatches, stored, show or shown(log))
+    dtype = str(wanted_of(options, microbatches).dtype).removeprefix("torch.")
+    ports = captured.program.ports(Role.PARAMETER)
+    dtypes = sorted({str(port.dtype).removeprefix("torch.") for port in ports})
+    # float32 may be nobody's wish: it is what there is without the option. And one parameter of the
+    # type is enough, since a model may keep others (of norms) in a wider one on purpose.
+    if dtype != "float32" and dtypes and dtype not in dtypes:
         raise ValueError(
-            f"--precision {given.precision}: the parameters of {given.what} are {kinds}; make the "
-            "model inside of the function, where new modules have the precision that was asked "
+            f"--precision {options.precision}: the parameters of {options.what} are {dtypes}; make "
+            "the model inside of the function, where new modules have the precision that was asked "
             "for, or leave the option out"
         )
-    return found
+    return captured
 
 
 def _found(
-    given: argparse.Namespace, microbatches: int, stored: StoredProgram | None, show: Shown
+    options: argparse.Namespace, microbatches: int, stored: StoredProgram | None, show: Shown
 ) -> CapturedModel:
     if stored is not None:
         return CapturedModel(_meant(restore(stored)))
     with show.phase("making the model"):
-        one = asked(wanted_of(given, microbatches))
+        request = asked(wanted_of(options, microbatches))
     with show.phase("capturing"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Dynamo, about the insides of libraries
-        return CapturedModel(_captured(one, microbatches, folder_of(given)), one.note)
+        return CapturedModel(_captured(request, microbatches, folder_of(options)), request.note)
 
 
-def save(program: Program, path: str, asked: Mapping[str, str]) -> None:
+def save(program: Program, path: str, words: Mapping[str, str]) -> None:
     """Writes a flat program, and what it was asked for with, so that it can be planned again."""
-    plain.save(attrs.evolve(store(_bare(program), "saved"), asked=dict(asked)), path)
+    plain.save(attrs.evolve(store(_bare(program), "saved"), asked=dict(words)), path)
 
 
-def _meant(found: Program) -> Program:
+def _meant(program: Program) -> Program:
     """A restored program, whose loss is a mean as that of every captured one here."""
     outputs = (
         attrs.evolve(port, reduction="mean") if port.role == Role.LOSS else port
-        for port in found.outputs
+        for port in program.outputs
     )
-    return attrs.evolve(found, outputs=tuple(outputs))
+    return attrs.evolve(program, outputs=tuple(outputs))
 
 
 def _bare(program: Program) -> Program:
@@ -147,9 +151,9 @@ def _bare(program: Program) -> Program:
     return attrs.evolve(program, outputs=tuple(outputs), counts=(), premises=())
 
 
-def _captured(one: ModelRequest, microbatches: int, cache: Path | None) -> Program:
+def _captured(request: ModelRequest, microbatches: int, cache: Path | None) -> Program:
     try:
-        cut = Cutter(one.step, 0, microbatches)(one.args, one.kwargs)
+        cut = Cutter(request.step, 0, microbatches)(request.args, request.kwargs)
     except Indivisible as error:
         raise ValueError(
             f"--microbatches {microbatches}: {error.said}; take --microbatches {error.fits}, or a "
@@ -157,21 +161,23 @@ def _captured(one: ModelRequest, microbatches: int, cache: Path | None) -> Progr
         ) from None
 
     def capture(inner: Path | None) -> Program:
-        return flat_program(one.step, *cut.args, cache=inner, **cut.kwargs)
+        return flat_program(request.step, *cut.args, cache=inner, **cut.kwargs)
 
-    if cache is None or one.key is None:
+    # Without a key of words `capture` looks the program up by what Dynamo has traced. With one not
+    # even Dynamo needs to run: the words are looked up first, and `capture` then has no cache.
+    if cache is None or request.key is None:
         return capture(cache)
-    folder, key = cache / capture_cache.FOLDER, _key(one.key, microbatches)
-    known = capture_cache.find(folder, key)
-    if known is None:
-        found = capture(None)
+    folder, key = cache / capture_cache.FOLDER, _key(request.key, microbatches)
+    cached = capture_cache.find(folder, key)
+    if cached is None:
+        program = capture(None)
         try:
-            capture_cache.keep(folder, store(_bare(found), key))
+            capture_cache.keep(folder, store(_bare(program), key))
         except ValueError as reason:
             log.info("this capture is not kept: %s", reason)
-        return found
+        return program
     log.info("the capture is from the cache in %s", folder)
-    return _meant(known)
+    return _meant(cached)
 
 
 def _key(words: str, microbatches: int) -> str:

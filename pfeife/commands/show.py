@@ -15,18 +15,19 @@ example:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `pfeife show`."""
     parser.add_argument("path", help="a file, or the folder of a checkpoint")
     parser.add_argument("--width", type=int, default=100, help="columns of drawings")
 
 
-def run(given: argparse.Namespace) -> str:
+def run(options: argparse.Namespace) -> str:
     """The file in words."""
     from pfeife.commands import file_kinds as artefacts
 
-    if Path(given.path).is_dir():
-        return _folder(given.path)
-    found = artefacts.read(given.path)
-    name = type(found).__name__
+    if Path(options.path).is_dir():
+        return _folder(options.path)
+    content = artefacts.read(options.path)
+    name = type(content).__name__
     show = {
         "Plan": _plan,
         "Schedule": _schedule,
@@ -38,8 +39,8 @@ def run(given: argparse.Namespace) -> str:
         "StoredProgram": _program,
     }.get(name)
     if show is not None:
-        return show(found, given.width)
-    return _other(found, given.path)
+        return show(content, options.width)
+    return _other(content, options.path)
 
 
 def _plan(plan: Any, width: int) -> str:
@@ -58,8 +59,8 @@ def _plan(plan: Any, width: int) -> str:
     ]
     head = ("stage", "rank", "clusters", "time", "nodes again")
     step = "" if plan.step_seconds is None else f", a step of {plan.step_seconds:.4g} s expected"
-    said = f"a plan for the program {plan.program or 'of nobody knows'}{step}"
-    return f"{said}\n{table(rows, head)}\n{_schedule(plan.schedule, width)}"
+    title = f"a plan for the program {plan.program or 'of nobody knows'}{step}"
+    return f"{title}\n{table(rows, head)}\n{_schedule(plan.schedule, width)}"
 
 
 def _schedule(schedule: Any, width: int) -> str:
@@ -68,10 +69,11 @@ def _schedule(schedule: Any, width: int) -> str:
     from pfeife.lowering.simulate import simulate
     from pfeife.report import timeline_chart
 
+    # A file may have transfers or none: those of a chain of stages take the place of its own.
     alone = schedule.computing()
     cost = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
     lowered = insert_actions(alone, chain(alone))
-    timeline = simulate(lowered, lambda one: cost.get(one.do.value, 0.0))
+    timeline = simulate(lowered, lambda action: cost.get(action.do.value, 0.0))
     return (
         f"a schedule of {schedule.stages} stages on {len(schedule.ranks)} ranks, "
         f"{schedule.microbatches} microbatches (drawn with backwards of two forwards: "
@@ -79,11 +81,11 @@ def _schedule(schedule: Any, width: int) -> str:
     )
 
 
-def _forecast(found: Any, width: int) -> str:
+def _forecast(forecast: Any, width: int) -> str:
     from pfeife.commands.plan import terminal
     from pfeife.report import forecast_table
 
-    return f"a forecast\n{forecast_table(found, terminal())}"
+    return f"a forecast\n{forecast_table(forecast, terminal())}"
 
 
 def _machine(machine: Any, width: int) -> str:
@@ -108,8 +110,8 @@ def _network(network: Any, width: int) -> str:
 def _timeline(timeline: Any, width: int) -> str:
     from pfeife.report import timeline_chart
 
-    said = f"a timeline of {timeline.seconds:.4g} s, {timeline.bubble:.1%} bubble"
-    return f"{said}\n{timeline_chart(timeline, width)}"
+    title = f"a timeline of {timeline.seconds:.4g} s, {timeline.bubble:.1%} bubble"
+    return f"{title}\n{timeline_chart(timeline, width)}"
 
 
 def _costs(costs: Any, width: int) -> str:
@@ -122,10 +124,10 @@ def _costs(costs: Any, width: int) -> str:
 def _program(stored: Any, width: int) -> str:
     from pfeife.report import table
 
-    kinds = Counter(one.target for one in stored.nodes if one.op == "call_function")
+    kinds = Counter(node.target for node in stored.nodes if node.op == "call_function")
     ports = Counter(port.role.value for port in (*stored.inputs, *stored.outputs))
-    said = ", ".join(f"{count} x {role}" for role, count in ports.items())
-    head = f"a captured program of {len(stored.nodes)} nodes: {said}"
+    counts = ", ".join(f"{count} x {role}" for role, count in ports.items())
+    head = f"a captured program of {len(stored.nodes)} nodes: {counts}"
     return f"{head}\n{table(kinds.most_common(15), ('operation', 'times'))}"
 
 
@@ -135,8 +137,10 @@ def _other(data: Any, path: str) -> str:
     if isinstance(events, list):
         spans = [e for e in events if isinstance(e, dict) and e.get("ph") == "X"]
         kinds = Counter(str(e.get("cat", "")) for e in spans)
-        said = ", ".join(f"{count} x {kind}" for kind, count in kinds.most_common(8))
-        return f"a Chrome trace of {len(spans)} spans ({said}); open it in https://ui.perfetto.dev"
+        counts = ", ".join(f"{count} x {kind}" for kind, count in kinds.most_common(8))
+        return (
+            f"a Chrome trace of {len(spans)} spans ({counts}); open it in https://ui.perfetto.dev"
+        )
     if isinstance(data, dict) and {"architectures", "model_type", "_class_name"} & set(data):
         name = data.get("_class_name") or data.get("architectures") or data.get("model_type")
         return f"the configuration of a model, {name}; `pfeife plan {path} ...` plans it"
@@ -147,12 +151,16 @@ def _folder(path: str) -> str:
     from pfeife.frontend.deferred.checkpoint_folder import Folder
     from pfeife.report import size, table
 
-    found = Folder(path)
+    folder = Folder(path)
     rows = [
-        (name, "x".join(map(str, one.shape)) or "scalar", str(one.dtype).removeprefix("torch."))
-        for name, one in sorted(found.tensors.items())
+        (
+            name,
+            "x".join(map(str, tensor.shape)) or "scalar",
+            str(tensor.dtype).removeprefix("torch."),
+        )
+        for name, tensor in sorted(folder.tensors.items())
     ]
-    whole = sum(one.nbytes for one in found.tensors.values())
-    head = f"a checkpoint of {len(rows)} tensors, {size(whole)}, and {len(found.objects)} objects"
+    whole = sum(tensor.nbytes for tensor in folder.tensors.values())
+    head = f"a checkpoint of {len(rows)} tensors, {size(whole)}, and {len(folder.objects)} objects"
     shown = [*rows[:40], *([(f"and {len(rows) - 40} more", "", "")] if len(rows) > 40 else [])]
     return f"{head}\n{table(shown, ('tensor', 'shape', 'dtype'))}"

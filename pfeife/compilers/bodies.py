@@ -69,15 +69,15 @@ def compile_bodies(
     elif compiler == "aot_eager":
         return {}
     name = compiler_name(compiler)
-    known: dict[str, Run] = {}
-    found: dict[str, Callable] = {}
+    pieces: dict[str, Run] = {}
+    compiled: dict[str, Callable] = {}
     for index, call in enumerate(calls):
         body = program.body(call)
         try:
-            run = _compiled(body, compiler, known, cuda_graphs)
+            run = _compiled(body, compiler, pieces, cuda_graphs)
         except Exception as error:
             raise ValueError(_failure(call, body, compiler, error)) from error
-        found[call.node] = _separated(run, _exported(program, call))
+        compiled[call.node] = _separated(run, _exported(program, call))
         if run == body.forward:
             log.debug(
                 "compiler %s: %s: it has effects, so it runs as its graph",
@@ -88,8 +88,8 @@ def compile_bodies(
             log.debug("compiler %s: %s: its draws run as they are", name, _words(call))
         if progress:
             progress(index + 1, len(calls))
-    log.debug("compiler %s: %d bodies, %d distinct pieces", name, len(calls), len(known))
-    return found
+    log.debug("compiler %s: %d bodies, %d distinct pieces", name, len(calls), len(pieces))
+    return compiled
 
 
 def checked(compiler: object) -> None:
@@ -115,7 +115,9 @@ class BodyCompiler:
     `compile_bodies` does; for `cost.measure`, whose cache knows it by its text."""
 
     compiler: str | Compiler = attrs.field(
-        repr=lambda one: compiler_name(one) if hasattr(one, "__qualname__") else repr(one)
+        repr=lambda compiler: (
+            compiler_name(compiler) if hasattr(compiler, "__qualname__") else repr(compiler)
+        )
     )
 
     def __call__(self, body: fx.GraphModule, examples: list[torch.Tensor]) -> Callable:
@@ -123,23 +125,24 @@ class BodyCompiler:
 
 
 def _compiled(
-    body: fx.GraphModule, compiler: str | Compiler, known: dict[str, Run], cuda_graphs: bool
+    body: fx.GraphModule, compiler: str | Compiler, pieces: dict[str, Run], cuda_graphs: bool
 ) -> Run:
-    """A compiled body; `known` has the pieces that were compiled so far, by fingerprints."""
+    """A compiled body; `pieces` has those that were compiled so far, by fingerprints."""
 
     def compiled(piece: fx.GraphModule) -> Run:
         key = fingerprint(piece)
-        if key not in known:
-            known[key] = compile_piece(piece, compiler)
+        if key not in pieces:
+            pieces[key] = compile_piece(piece, compiler)
         if not cuda_graphs:
-            return known[key]
+            return pieces[key]
         if any(map(is_open, piece.graph.nodes)):
-            return graphs_by_size(known[key])
+            return graphs_by_size(pieces[key])
         slots = [example(node.meta["val"]) for node in inputs_of(piece)]
-        return as_cuda_graph(known[key], slots) if slots else known[key]
+        return as_cuda_graph(pieces[key], slots) if slots else pieces[key]
 
     nodes = list(body.graph.nodes)
     effects = any(has_effects(n) or _is_of_data(n) for n in nodes if n.op == "call_function")
+    # compilers may drop or move an effect, and need sizes beforehand
     if effects or any(map(is_sized_by_data, nodes)):
         return body.forward
     return around_draws(body, compiled)

@@ -52,7 +52,9 @@ def as_cuda_graph(run: Callable, slots: list[torch.Tensor]) -> Callable:
         _torch.no_autocast(),
         torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
     ):
-        kept = run(*slots)
+        outputs = run(*slots)
+    # The slots and outputs are the same memory at every replay: a call waits for the one before it,
+    # and hands out copies.
     done, turn = torch.cuda.Event(), threading.Lock()
     done.record(stream)
 
@@ -62,7 +64,7 @@ def as_cuda_graph(run: Callable, slots: list[torch.Tensor]) -> Callable:
             for slot, value in zip(slots, values, strict=True):
                 slot.copy_(value)
             graph.replay()
-            results = tuple(None if value is None else value.clone() for value in kept)
+            results = tuple(None if value is None else value.clone() for value in outputs)
             done.record()
         return results
 
@@ -78,13 +80,13 @@ def graphs_by_size(
     turn = threading.Lock()
 
     def replay(*values: Any) -> Sequence[torch.Tensor | None]:
-        sizes = tuple(one.shape if isinstance(one, torch.Tensor) else one for one in values)
-        tensors = [one for one in values if isinstance(one, torch.Tensor)]
+        sizes = tuple(value.shape if isinstance(value, torch.Tensor) else value for value in values)
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
         with turn:
             comes_again = sizes in graphs
             graph = graphs.pop(sizes, None)
             if comes_again and not graph and tensors:
-                graph = record(_of_tensors(run, values), [one.clone() for one in tensors])
+                graph = record(_of_tensors(run, values), [tensor.clone() for tensor in tensors])
             graphs[sizes] = graph
             if len(graphs) > MOST:
                 graphs.popitem(last=False)
@@ -95,10 +97,10 @@ def graphs_by_size(
 
 def _of_tensors(run: Callable, values: Sequence[Any]) -> Callable:
     """A function of the tensors among its arguments, with the sizes among them as they are."""
-    numbers = [None if isinstance(one, torch.Tensor) else one for one in values]
+    numbers = [None if isinstance(value, torch.Tensor) else value for value in values]
 
     def run_with(*tensors: torch.Tensor) -> Sequence[torch.Tensor | None]:
         rest = iter(tensors)
-        return run(*(next(rest) if one is None else one for one in numbers))
+        return run(*(next(rest) if number is None else number for number in numbers))
 
     return run_with

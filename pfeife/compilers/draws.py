@@ -53,7 +53,7 @@ class _Stitcher:
         if node.target is operator.getitem and sources[0] in self.kept:
             self.kept.add(node)
         drawn = node in self.kept
-        after = [self.levels[one] + (one in self.kept and not drawn) for one in sources]
+        after = [self.levels[source] + (source in self.kept and not drawn) for source in sources]
         self.levels[node] = max(after, default=0)
 
     def add_draws(self, level: int) -> None:
@@ -86,7 +86,7 @@ class _Stitcher:
         for node in reads:
             copies[node] = graph.placeholder(node.name)
             copies[node].meta = dict(node.meta)
-        for node in (*(one for one in outside if one.op == "get_attr"), *members):
+        for node in (*(source for source in outside if source.op == "get_attr"), *members):
             copies[node] = graph.node_copy(node, copies.__getitem__)
         graph.output(tuple(copies[node] for node in results))
         return fx.GraphModule(self.body, graph), reads

@@ -25,14 +25,16 @@ def compile_open(piece: fx.GraphModule, inputs: Sequence[fx.Node], make: Make) -
         examples = _torch.SymbolicExamples([_given(node) for node in inputs])
     except ValueError:
         return graph
-    made = make(piece, examples.values)
+    compiled = make(piece, examples.values)
     limits = examples.assumed()
 
     def run(*values: Any) -> Any:
         if limits and not _hold(limits, examples.named(values)):
             return graph(*values)
-        dense = (one.contiguous() if isinstance(one, torch.Tensor) else one for one in values)
-        return made(*dense)
+        dense = (
+            value.contiguous() if isinstance(value, torch.Tensor) else value for value in values
+        )
+        return compiled(*dense)
 
     return run
 

@@ -34,14 +34,14 @@ def compile_piece(piece: fx.GraphModule, compiler: str | Compiler) -> Run:
     values = [node.meta["val"] for node in inputs(piece)]
     with torch.no_grad(), _torch.no_autocast():
         if callable(compiler):
-            made = compiler(_copied(piece), [example(value) for value in values])
+            compiled = compiler(_copied(piece), [example(value) for value in values])
         else:
             with _torch.FakeTensorMode():  # Inductor asks for shapes alone
                 examples = [example(value) for value in values]
-            made = _torch.inductor(_copied(piece), examples)
-    if not callable(made):
-        raise TypeError(f"the compiler returned {type(made).__name__}, not a function")
-    return _laid_out(_unboxed(made), [strides(value) for value in values], len(returned(piece)))
+            compiled = _torch.inductor(_copied(piece), examples)
+    if not callable(compiled):
+        raise TypeError(f"the compiler returned {type(compiled).__name__}, not a function")
+    return _laid_out(_unboxed(compiled), [strides(value) for value in values], len(returned(piece)))
 
 
 def _open_maker(compiler: str | Compiler) -> Compiler:
@@ -49,12 +49,12 @@ def _open_maker(compiler: str | Compiler) -> Compiler:
 
     def make(piece: fx.GraphModule, examples: list[Any]) -> Run:
         copied = _copied(piece)
-        made = (
+        compiled = (
             compiler(copied, examples) if callable(compiler) else _torch.inductor(copied, examples)
         )
-        if not callable(made):
-            raise TypeError(f"the compiler returned {type(made).__name__}, not a function")
-        return _unboxed(made)
+        if not callable(compiled):
+            raise TypeError(f"the compiler returned {type(compiled).__name__}, not a function")
+        return _unboxed(compiled)
 
     return make
 
@@ -66,15 +66,15 @@ def _copied(piece: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(piece, graph)
 
 
-def _unboxed(made: Callable) -> Run:
+def _unboxed(compiled: Callable) -> Run:
     """Inductor's functions may take one list, which they are marked for; torch copies the mark to
     wrappers that take the tensors one by one."""
-    if not getattr(made, "_boxed_call", False):
-        return made
-    parameters = inspect.signature(made, follow_wrapped=False).parameters.values()
-    if any(one.kind == inspect.Parameter.VAR_POSITIONAL for one in parameters):
-        return made
-    return lambda *values: made(list(values))
+    if not getattr(compiled, "_boxed_call", False):
+        return compiled
+    parameters = inspect.signature(compiled, follow_wrapped=False).parameters.values()
+    if any(parameter.kind == inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
+        return compiled
+    return lambda *values: compiled(list(values))
 
 
 def _laid_out(run: Run, expected: list[tuple[int, ...]], count: int) -> Run:
@@ -149,6 +149,7 @@ def fingerprint(body: fx.GraphModule) -> str:
 
 def _target(body: fx.GraphModule, node: fx.Node) -> str:
     """What a node computes: for the graph of a higher-order operation its own text."""
+    # a constant is not looked at: two are the same where they are one object
     if node.op == "get_attr":
         held = operator.attrgetter(str(node.target))(body)
         return f"[{fingerprint(held)}]" if isinstance(held, fx.GraphModule) else f"id {id(held)}"

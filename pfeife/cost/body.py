@@ -44,8 +44,8 @@ def stage_memory(program: Program) -> tuple[StageMemory, ...]:
         most[call.unit] = max(most[call.unit], bodies[call.node].peak + call.inside_bytes)
     for unit, storages in enumerate(kept_storages(program)):
         saved[unit] = sum(storage.bytes for storage in storages)
-    found = zip(parameters, saved, most, strict=True)
-    return tuple(StageMemory(*one) for one in found)
+    accounts = zip(parameters, saved, most, strict=True)
+    return tuple(StageMemory(*account) for account in accounts)
 
 
 @attrs.frozen
@@ -87,7 +87,7 @@ def kept_storages(program: Program) -> tuple[frozenset[Storage], ...]:
     """For every stage what forwards made and its backward reads."""
     program = absorb(program)
     calls = {call.node: call for call in program.calls}
-    kept: list[set[Storage]] = [set() for _ in range(program.units)]
+    by_stage: list[set[Storage]] = [set() for _ in range(program.units)]
     for value in program.module.graph.nodes:
         maker = calls.get(call_of(value).name) if value.op == "call_function" else None
         if maker is None or maker.kind != Kind.FORWARD:
@@ -97,8 +97,8 @@ def kept_storages(program: Program) -> tuple[frozenset[Storage], ...]:
         storage = storage_of(program, value) if units else None
         for unit in units if storage else ():
             assert storage is not None
-            kept[unit].add(storage)
-    return tuple(frozenset(one) for one in kept)
+            by_stage[unit].add(storage)
+    return tuple(frozenset(storages) for storages in by_stage)
 
 
 @attrs.frozen(eq=False)
@@ -117,6 +117,7 @@ class Body:
 
     @staticmethod
     def of(body: fx.GraphModule, rounding: int = 1) -> "Body":
+        """What the graph of a body allocates, in multiples of `rounding` bytes."""
         nodes = [node for node in body.graph.nodes if node.op == "call_function"]
         owners = {node: storage_owner(node) for node in nodes}
         results = tuple(storage_owner(node) for node in returned(body))
@@ -161,10 +162,10 @@ def _ends(
     """After which node each storage is freed: the last that reads it, or a view of it."""
     ends: dict[fx.Node, int] = {}
     for index, node in enumerate(nodes):
-        for one in (node, *node.all_input_nodes):
-            if one in owners:
-                ends[owners[one]] = index
-            for part in parts.get(one, ()):  # the tuple holds all its parts
+        for touched in (node, *node.all_input_nodes):
+            if touched in owners:
+                ends[owners[touched]] = index
+            for part in parts.get(touched, ()):  # the tuple holds all its parts
                 ends[part] = max(ends.get(part, 0), index)
     return ends
 
@@ -174,8 +175,8 @@ def _untaken(node: fx.Node, parts: Iterable[fx.Node], rounding: int) -> int:
     values, taken = _value(node), {part.args[1] for part in parts}
     schema = getattr(node.target, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema else []
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    mask: Any = given.get("output_mask")  # some fake kernels return what it says is not wanted
+    arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    mask: Any = arguments.get("output_mask")  # some fake kernels return what it says is not wanted
     return sum(
         rounded(tensor_bytes(value), rounding)
         for index, value in enumerate(values if isinstance(values, tuple | list) else ())
@@ -188,8 +189,10 @@ def _value(node: fx.Node) -> Any:
 
 
 def rounded(size: int, rounding: int) -> int:
+    """A size rounded up to a multiple of `rounding`."""
     return -(-size // rounding) * rounding
 
 
 def tensor_bytes(value: torch.Tensor) -> int:
+    """Bytes of a tensor's elements, whatever its storage has."""
     return value.numel() * value.dtype.itemsize

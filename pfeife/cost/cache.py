@@ -27,10 +27,10 @@ class Measured:
 def find(folder: Path, key: str) -> Measured | None:
     """The entry for a key, None if there is none whose content and checksum can be trusted."""
     try:
-        found = plain.load(Measured, _path(folder, key), need_checksum=True)
+        entry = plain.load(Measured, _path(folder, key), need_checksum=True)
     except (OSError, ValueError):
         return None
-    return found if found.key == key else None
+    return entry if entry.key == key else None
 
 
 def keep(folder: Path, measured: Measured) -> None:

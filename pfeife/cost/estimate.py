@@ -37,7 +37,9 @@ def estimate(program: Program, machine: Machine | Sequence[Machine]) -> Costs:
         here = on[name]
         adding = here.launch_seconds + 3 * port.bytes / here.memory_bandwidth
         accumulate[name] = accumulate.get(name, 0.0) + adding
-    names = [machine.name] if isinstance(machine, Machine) else [one.name for one in machine]
+    names = (
+        [machine.name] if isinstance(machine, Machine) else [profile.name for profile in machine]
+    )
     return Costs(f"estimate for {', '.join(dict.fromkeys(names))}", seconds, accumulate=accumulate)
 
 

@@ -37,6 +37,7 @@ def machine(name: str | os.PathLike[str]) -> Machine:
     try:
         return plain.load(Machine, Path(name))
     except OSError as error:
+        # Without a cutoff there is always a nearest one.
         near = get_close_matches(str(name).lower(), machines(), n=1, cutoff=0.0)
         raise ValueError(
             f"machine {str(name)!r} is no file and none of {list(machines())}; "
@@ -46,9 +47,9 @@ def machine(name: str | os.PathLike[str]) -> Machine:
 
 def machine_called(device_name: str) -> Machine | None:
     """The shipped profile of a GPU, by what torch.cuda.get_device_name calls it."""
-    for known in map(machine, machines()):
-        if any(fnmatchcase(device_name, pattern) for pattern in known.device_names):
-            return known
+    for profile in map(machine, machines()):
+        if any(fnmatchcase(device_name, pattern) for pattern in profile.device_names):
+            return profile
     return None
 
 
@@ -58,8 +59,8 @@ def default_machine(device: torch.device) -> Machine:
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return _with_memory(machine("cpu-core"), pages)
     if device.type == "cuda" and (device.index or 0) < torch.cuda.device_count():
-        found = machine_called(torch.cuda.get_device_name(device)) or machine(_UNKNOWN_GPU)
-        return _with_memory(found, torch.cuda.get_device_properties(device).total_memory)
+        profile = machine_called(torch.cuda.get_device_name(device)) or machine(_UNKNOWN_GPU)
+        return _with_memory(profile, torch.cuda.get_device_properties(device).total_memory)
     return machine(_UNKNOWN_GPU)
 
 

@@ -59,31 +59,31 @@ def measure(
     program = absorb(program)
     bodies = {call.node: _measured_body(program, call, device, compiler) for call in program.calls}
     distinct = {body.key: body for body in bodies.values()}
-    known: dict[str, Measured] = {}
+    by_key: dict[str, Measured] = {}
     for key in distinct:
-        found = find(cache, key) if cache else None
-        if found is not None and found.repeats >= repeats:
-            known[key] = found
-    missing = [body for key, body in distinct.items() if key not in known]
+        entry = find(cache, key) if cache else None
+        if entry is not None and entry.repeats >= repeats:
+            by_key[key] = entry
+    missing = [body for key, body in distinct.items() if key not in by_key]
     measured = _run_in_turn(missing, repeats, compiler, progress)
-    known |= {one.key: one for one in measured}
+    by_key |= {entry.key: entry for entry in measured}
     if cache:
         _keep(cache, measured)
-    found_by = {node: known[body.key] for node, body in bodies.items()}
+    entry_of = {node: by_key[body.key] for node, body in bodies.items()}
     return Costs(
         "measured",
-        {node: found.seconds for node, found in found_by.items()},
-        {node: found.spread for node, found in found_by.items()},
-        {node: found.accumulate for node, found in found_by.items() if found.accumulate},
-        {node: found.inside for node, found in found_by.items() if found.inside},
+        {node: entry.seconds for node, entry in entry_of.items()},
+        {node: entry.spread for node, entry in entry_of.items()},
+        {node: entry.accumulate for node, entry in entry_of.items() if entry.accumulate},
+        {node: entry.inside for node, entry in entry_of.items() if entry.inside},
     )
 
 
 def _keep(cache: Path, measured: Sequence[Measured]) -> None:
     """Writes entries; without them the next run measures again, and nothing else is lost."""
     try:
-        for one in measured:
-            keep(cache, one)
+        for entry in measured:
+            keep(cache, entry)
     except (OSError, ValueError) as error:
         log.warning("cache=%s cannot be written, so the costs are not kept: %s", cache, error)
 
@@ -106,6 +106,7 @@ class _Body:
         return sum(map(node_bytes, inputs(self.module))) + self.held * made
 
     def arguments(self) -> list[Any]:
+        """What the body is run on: something that stands for each of its inputs."""
         return [self._argument(node) for node in inputs(self.module)]
 
     def _argument(self, node: fx.Node) -> Any:
@@ -147,7 +148,7 @@ def _run_in_turn(
     if not bodies:
         return []
     fits = sum(body.bytes for body in bodies) <= min(_spare(body.device) for body in bodies)
-    given = [body.arguments() if fits else None for body in bodies]
+    arguments_of = [body.arguments() if fits else None for body in bodies]
     held = [deque[Sequence[torch.Tensor]](maxlen=body.held if fits else 0) for body in bodies]
     runs_of: list[list[_Ran]] = [[] for _ in bodies]
     with torch.no_grad(), _torch.no_autocast():
@@ -156,7 +157,7 @@ def _run_in_turn(
         ]
         for turn in range(repeats + 1):
             for index, body in enumerate(bodies):
-                arguments = given[index] or body.arguments()
+                arguments = arguments_of[index] or body.arguments()
                 runs_of[index].append(_checked(runs[index], arguments, body, held[index]))
                 if progress:
                     progress(turn * len(bodies) + index + 1, (repeats + 1) * len(bodies))
@@ -181,11 +182,11 @@ def _checked(
     try:
         return _timed(run, arguments, body, held)
     except (RuntimeError, IndexError) as error:
-        found = next((n for n in body.module.graph.nodes if is_sized_by_data(n)), None)
-        if found is None:
+        node = next((n for n in body.module.graph.nodes if is_sized_by_data(n)), None)
+        if node is None:
             raise
         raise ValueError(
-            f'costs="measure": {source_line(found)} computes a value whose size data decide, and '
+            f'costs="measure": {source_line(node)} computes a value whose size data decide, and '
             f'made-up data give another one: {error}; take costs="estimate"'
         ) from error
 
@@ -208,6 +209,7 @@ def _timed(
     before = _allocated(body.device)
     seconds = _seconds(compute, body.device)
     most = _peak(body.device) - before
+    # Made after the run, so that the body's peak is without them.
     sums += [torch.zeros_like(results[index]).contiguous() for index in body.gradients]
     held.append(results)
     return _Ran(seconds, _seconds(accumulate, body.device) if sums else 0.0, most)
@@ -242,7 +244,8 @@ def _seconds(work: Callable[[], None], device: torch.device) -> float:
 
 def _summary(body: _Body, runs: list[_Ran], repeats: int) -> Measured:
     seconds = [run.seconds for run in runs]
-    told = Body.of(body.module, CUDA_BLOCK).peak
+    graph_peak = Body.of(body.module, CUDA_BLOCK).peak
+    # One run has no quartiles.
     lower, _, upper = statistics.quantiles(seconds, n=4) if repeats > 1 else (0.0, 0.0, 0.0)
     return Measured(
         body.key,
@@ -250,7 +253,7 @@ def _summary(body: _Body, runs: list[_Ran], repeats: int) -> Measured:
         max(upper - lower, 0.0),
         repeats,
         statistics.median(run.adding for run in runs),
-        max(0, max(run.bytes for run in runs) - told),
+        max(0, max(run.bytes for run in runs) - graph_peak),
     )
 
 

@@ -71,10 +71,10 @@ def memory_curves(
         rounding = CUDA_BLOCK if on_cuda else 1
     ranks = range(len(schedule.ranks))
     places = [(_owning_most(program, r) if replica is None else replica, r) for r in ranks]
-    known = acknowledged(schedule)
+    arrivals = acknowledged(schedule)
     held = _held(program, schedule, optimizer, rounding, places, apart)
     return tuple(
-        _curve(program, schedule, place, known, held[place[1]], rounding) for place in places
+        _curve(program, schedule, place, arrivals, held[place[1]], rounding) for place in places
     )
 
 
@@ -109,26 +109,26 @@ def _held(
     may = program.ports(Role.LOSS) and underflows(program)
     again = {port.fqn for port in program.ports(Role.BUFFER_UPDATE) if may}
     more = {"optimizer": state is not None, _AGAIN: bool(again)}
-    kept = dict.fromkeys([*words.values(), *(word for word, there in more.items() if there)], 0)
-    found = [{**kept, "batch": batch} for _ in schedule.ranks]
-    owners = {one.name: one.owner for one in program.reductions}
+    zeros = dict.fromkeys([*words.values(), *(word for word, there in more.items() if there)], 0)
+    accounts = [{**zeros, "batch": batch} for _ in schedule.ranks]
+    owners = {reduction.name: reduction.owner for reduction in program.reductions}
     users = holders(program, *words)
     for port in program.ports(*words):
         for rank in {call.rank for call in users.get(port.fqn, ()) if call.rank is not None}:
-            found[rank][words[port.role]] += rounded(port.given_bytes, rounding)
+            accounts[rank][words[port.role]] += rounded(port.given_bytes, rounding)
             if port.fqn in again:
-                found[rank][_AGAIN] += rounded(port.bytes, rounding)
-            mine = owners.get(port.fqn) in (None, places[rank][0])
-            if state and port.fqn in trained and mine:
-                found[rank]["optimizer"] += state(port.shape, port.given_dtype)
-    return found
+                accounts[rank][_AGAIN] += rounded(port.bytes, rounding)
+            is_owned = owners.get(port.fqn) in (None, places[rank][0])
+            if state and port.fqn in trained and is_owned:
+                accounts[rank]["optimizer"] += state(port.shape, port.given_dtype)
+    return accounts
 
 
 def _curve(
     program: Program,
     schedule: Schedule,
     place: tuple[int, int],
-    known: Acknowledged,
+    arrivals: Acknowledged,
     held: dict[str, int],
     rounding: int,
 ) -> MemoryCurve:
@@ -139,14 +139,16 @@ def _curve(
     bodies = {
         call.node: SizedBody(ledger, wiring, call) for call in program.calls if call.unit in stages
     }
-    runner = RankRunner(program, schedule, rank, bodies, known)
+    runner = RankRunner(program, schedule, rank, bodies, arrivals)
     ports = [port for port in program.inputs if port.name in runner.handlers.reads]
-    given: dict[str, Any]  # values instead of tensors
-    given = {port.name: Value(ledger, None, port.bytes) for port in ports}
-    given |= {name: Value(ledger, None, one.nbytes) for name, one in runner.constants.items()}
-    given |= captured_sizes(program)
-    state = {port.fqn: given[port.name] for port in ports if port.role in STATE_ROLES}
-    step = runner.start(state, Part(0, [given] * schedule.microbatches, ()), transport)
+    inputs: dict[str, Any]  # values instead of tensors
+    inputs = {port.name: Value(ledger, None, port.bytes) for port in ports}
+    inputs |= {
+        name: Value(ledger, None, constant.nbytes) for name, constant in runner.constants.items()
+    }
+    inputs |= captured_sizes(program)
+    state = {port.fqn: inputs[port.name] for port in ports if port.role in STATE_ROLES}
+    step = runner.start(state, Part(0, [inputs] * schedule.microbatches, ()), transport)
     points: list[MemoryPoint] = []
 
     def observe(action: Action) -> None:

@@ -64,9 +64,9 @@ def bench_network(
     return Network(tuple(links))
 
 
-def _shared(mine: Sequence[float], source: int, device: torch.device) -> list[float]:
+def _shared(figures: Sequence[float], source: int, device: torch.device) -> list[float]:
     """One rank's figures, on every rank."""
-    shared = torch.tensor(mine, dtype=torch.float64, device=device)
+    shared = torch.tensor(figures, dtype=torch.float64, device=device)
     dist.broadcast(shared, source)
     return shared.tolist()
 
@@ -109,6 +109,7 @@ def _one_way(line: _Line, size: int, repeats: int) -> float:
     message, answer = line.message(size), line.message(1, away=False)
     taken = []
     dist.barrier()
+    # The first two rounds are left out below: they make buffers and threads.
     for _ in range(repeats + 2):
         start = time.perf_counter()
         line.end(message())
@@ -172,12 +173,13 @@ def piecewise_fit(
     scale = [max(measured, 1e-6) for measured in seconds]
     steps = [(0, 0), *pairwise(knots)]  # the first one is the latency
     parts = [[_risen(size, *step, sizes[-1]) for step in steps] for size in knots]
-    rows = [[one / unit for one in row] for row, unit in zip(parts[1:], scale, strict=True)]
+    rows = [[part / unit for part in row] for row, unit in zip(parts[1:], scale, strict=True)]
     wanted = [measured / unit for measured, unit in zip(seconds, scale, strict=True)]
     gained, _ = scipy.optimize.nnls(rows, wanted)
     values = tuple(float(sum(gained * row)) for row in parts)
     errors = [
-        abs(one - other) / unit for one, other, unit in zip(values[1:], seconds, scale, strict=True)
+        abs(fitted - measured) / unit
+        for fitted, measured, unit in zip(values[1:], seconds, scale, strict=True)
     ]
     return values, max(errors)
 

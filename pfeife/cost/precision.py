@@ -38,8 +38,8 @@ def assumed_rates(program: Program, machine: Machine) -> tuple[AssumedRate, ...]
 
     >>> net = torch.nn.Linear(4, 4, dtype=torch.bfloat16)
     >>> flat = pfeife.capture(lambda x: net(x).sum(), torch.ones(2, 4, dtype=torch.bfloat16))
-    >>> (found,) = cost.assumed_rates(pfeife.fuse()(flat), machine("v100-sxm2-32gb"))
-    >>> found.dtype, found.rate
+    >>> (assumed,) = cost.assumed_rates(pfeife.fuse()(flat), machine("v100-sxm2-32gb"))
+    >>> assumed.dtype, assumed.rate
     ('bfloat16', 14000000000000.0)
     """
     if set(machine.flops) <= _WIDE:

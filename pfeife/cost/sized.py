@@ -104,19 +104,23 @@ class Value:
         return Value(self.ledger, self.ledger.allocated(self.bytes, word), self.bytes)
 
     def clone(self) -> "Value":
+        """A loss of its own, as the program returns it."""
         return self.like("outputs")  # a loss
 
     def add_(self, other: "Value") -> "Value":
+        """Itself: to add in place takes no memory."""
         return self
 
     def __add__(self, other: "Value") -> "Value":
         return self.like("gradients")
 
     def new_zeros(self, shape: Sequence[int], dtype: torch.dtype) -> "Value":
+        """A gradient of some shape and dtype, in a new storage."""
         size = torch.Size(shape).numel() * dtype.itemsize
         return Value(self.ledger, self.ledger.allocated(size, "gradients"), size)
 
     def to(self, dtype: torch.dtype) -> "Value":
+        """A copy in another dtype, counted as of the same size."""
         return self.like("cast parameters")
 
 
@@ -134,7 +138,7 @@ class SizedBody:
         place = {node: i for i, node in enumerate(nodes)}
         owners = list(dict.fromkeys(account.results))
         self.ledger, self.peak = ledger, account.peak + call.inside_bytes
-        self.owners = [(place.get(one), account.sizes.get(one, 0)) for one in owners]
+        self.owners = [(place.get(owner), account.sizes.get(owner, 0)) for owner in owners]
         self.new = sum(size for argument, size in self.owners if argument is None)
         self.results = [
             (owners.index(owner), node_bytes(node), value.stride() if value is not None else ())
@@ -232,9 +236,9 @@ class SizedMessages(Buffered):
         if not bucket.owned:
             return SizedReducing(bucket, [Value(self.ledger, flat, part.bytes) for part in parts])
         size = bucket.piece(self.replica) * bucket.dtype.itemsize
-        mine = self.ledger.allocated(size, "gradients")
-        kept = {i: Value(self.ledger, mine, parts[i].bytes) for i in bucket.share(self.replica)}
-        return SizedReducing(bucket, [kept.get(i) for i in range(len(parts))], flat)
+        storage = self.ledger.allocated(size, "gradients")
+        sums = {i: Value(self.ledger, storage, parts[i].bytes) for i in bucket.share(self.replica)}
+        return SizedReducing(bucket, [sums.get(i) for i in range(len(parts))], flat)
 
 
 class SizedReducing:
@@ -242,10 +246,11 @@ class SizedReducing:
 
     ended = 0.0
 
-    def __init__(self, bucket: Bucket, kept: list[Value | None], beside: Storage | None = None):
-        self.bucket, self.kept, self.beside = bucket, kept, beside
+    def __init__(self, bucket: Bucket, sums: list[Value | None], beside: Storage | None = None):
+        self.bucket, self.kept, self.beside = bucket, sums, beside
 
     def wait(self) -> dict[str, Value]:
+        """Those of the sums that the rank gets, by the names of gradients."""
         self.beside = None
         pairs = zip(self.bucket.reductions, self.kept, strict=True)
-        return {one.name: value for one, value in pairs if value is not None}
+        return {reduction.name: value for reduction, value in pairs if value is not None}

@@ -6,22 +6,23 @@ _LITTLE = 0.05  # of a step, below which a loss is not worth a change
 _WHOLE_BACKWARDS = ("1f1b", "gpipe", "interleaved")
 
 
-def advice(found: Forecast) -> str:
+def advice(forecast: Forecast) -> str:
     """A sentence about what a step loses most by: the pipeline's filling and emptying, ranks that
     compute longer than others, messages, the reduction of gradients, or recomputation."""
-    step, ranks = found.step_seconds, found.by_rank
+    step, ranks = forecast.step_seconds, forecast.by_rank
     if not (step and ranks):
         return "nothing is computed"
-    longest = max(ranks, key=lambda one: one.computing_seconds)
-    mean = sum(one.computing_seconds for one in ranks) / len(ranks)
-    carried = [one for one in found.waits if one.kind == "messages"]
-    messages = sum(one.seconds for one in carried)
-    reduced = sum(one.seconds for one in found.waits if one.kind == "reduces")
-    again = _again(found, longest)
+    longest = max(ranks, key=lambda rank: rank.computing_seconds)
+    mean = sum(rank.computing_seconds for rank in ranks) / len(ranks)
+    carried = [wait for wait in forecast.waits if wait.kind == "messages"]
+    messages = sum(wait.seconds for wait in carried)
+    reduced = sum(wait.seconds for wait in forecast.waits if wait.kind == "reduces")
+    again = _again(forecast, longest)
+    # What is left of the step of the rank that computes longest.
     filling = step - longest.computing_seconds - messages - reduced
-    said = {
-        _of_filling(found, filling / step): filling,
-        _of_uneven(found, longest, mean): longest.computing_seconds - mean - again,
+    seconds_of = {  # what may be done, and the seconds that it is about
+        _of_filling(forecast, filling / step): filling,
+        _of_uneven(forecast, longest, mean): longest.computing_seconds - mean - again,
         _of_messages(carried, messages / step): messages,
         f"gradients are reduced for {reduced / step:.0%} of the step: join the replicas by faster "
         "links, or take more microbatches a step": reduced,
@@ -29,8 +30,8 @@ def advice(found: Forecast) -> str:
         "memory: take ranks with more of it, more ranks a pipeline, or a data_parallel of shard "
         "for replicas": again,
     }
-    most = max(said, key=lambda text: said[text])
-    if said[most] < _LITTLE * step:
+    most = max(seconds_of, key=lambda text: seconds_of[text])
+    if seconds_of[most] < _LITTLE * step:
         return (
             f"ranks compute for {mean / step:.0%} of the step: only more or faster ones make it "
             "much shorter"
@@ -38,33 +39,36 @@ def advice(found: Forecast) -> str:
     return most
 
 
-def _again(found: Forecast, rank: RankForecast) -> float:
+def _again(forecast: Forecast, rank: RankForecast) -> float:
     """The seconds of a step in which a rank recomputes."""
-    count = found.microbatches // found.replicas
-    return count * sum(one.again_seconds for one in found.stages if one.rank == rank.rank)
+    count = forecast.microbatches // forecast.replicas
+    return count * sum(stage.again_seconds for stage in forecast.stages if stage.rank == rank.rank)
 
 
-def _of_filling(found: Forecast, share: float) -> str:
-    count = found.microbatches // found.replicas
+def _of_filling(forecast: Forecast, share: float) -> str:
+    count = forecast.microbatches // forecast.replicas
     text = (
         f"the pipeline fills and empties for {share:.0%} of the step: take more than {count} "
-        f"microbatches for {found.ranks} ranks"
+        f"microbatches for {forecast.ranks} ranks"
     )
-    if found.gap is not None and found.gap > _LITTLE:
-        text += f", or search a schedule, which may save {found.gap / (1 + found.gap):.0%} at most"
-    elif found.schedule in _WHOLE_BACKWARDS:
+    if forecast.gap is not None and forecast.gap > _LITTLE:
+        text += (
+            ", or search a schedule, which may save "
+            f"{forecast.gap / (1 + forecast.gap):.0%} at most"
+        )
+    elif forecast.schedule in _WHOLE_BACKWARDS:
         text += ", or a schedule that splits backwards, such as zb-h1"
     return text
 
 
-def _of_uneven(found: Forecast, rank: RankForecast, mean: float) -> str:
-    own = [one for one in found.stages if one.rank == rank.rank]
-    layers = ", ".join(f"{one.first} to {one.last}" for one in own[:2])
+def _of_uneven(forecast: Forecast, rank: RankForecast, mean: float) -> str:
+    own = [stage for stage in forecast.stages if stage.rank == rank.rank]
+    layers = ", ".join(f"{stage.first} to {stage.last}" for stage in own[:2])
     text = f"rank {rank.rank} computes {rank.computing_seconds / (mean or 1):.1f} times as long as "
     text += f"the mean ({layers}): "
-    if all(one.clusters == 1 for one in own):
+    if all(stage.clusters == 1 for stage in own):
         return f"{text}that cannot be cut further, so take fewer ranks in a pipeline"
-    more = "" if len(found.stages) > found.ranks else ", or two stages a rank (interleaved)"
+    more = "" if len(forecast.stages) > forecast.ranks else ", or two stages a rank (interleaved)"
     return f"{text}take fewer ranks in a pipeline{more}"
 
 

@@ -83,6 +83,9 @@ def mean_of(figures: Sequence[StepFigures]) -> StepFigures:
     """The means of several; the step and the bytes are those of the last one."""
     last, count = figures[-1], len(figures)
     names = ("seconds", "outside_seconds", "samples", "tokens", "flops", "peak_seconds")
-    means = {name: sum(getattr(one, name) for one in figures) / count for name in names}
-    waiting = zip(*(one.waiting_seconds for one in figures), strict=False)
-    return attrs.evolve(last, **means, waiting_seconds=tuple(sum(one) / count for one in waiting))
+    means = {name: sum(getattr(step, name) for step in figures) / count for name in names}
+    # By rank its seconds in each of the steps; none at all where a step has none (CUDA).
+    waiting = zip(*(step.waiting_seconds for step in figures), strict=False)
+    return attrs.evolve(
+        last, **means, waiting_seconds=tuple(sum(seconds) / count for seconds in waiting)
+    )

@@ -41,6 +41,7 @@ class RankForecast:
 
     @property
     def peak_bytes(self) -> int:
+        """All bytes at the rank's peak."""
         return sum(self.bytes.values())
 
 
@@ -114,7 +115,7 @@ class Forecast:
     @property
     def bubble(self) -> float:
         """The mean of the ranks' bubbles."""
-        return sum(one.bubble for one in self.by_rank) / max(len(self.by_rank), 1)
+        return sum(rank.bubble for rank in self.by_rank) / max(len(self.by_rank), 1)
 
     @property
     def gap(self) -> float | None:
@@ -124,10 +125,10 @@ class Forecast:
     @property
     def peak_bytes(self) -> int:
         """Of the rank that needs most."""
-        return max((one.peak_bytes for one in self.by_rank), default=0)
+        return max((rank.peak_bytes for rank in self.by_rank), default=0)
 
     @property
     def limited_by(self) -> str:
         """What a step waits for, in words."""
-        long = [one for one in self.waits if one.share >= 0.005]
-        return "; ".join(f"{one.what} for {one.share:.0%} of the step" for one in long[:3])
+        long = [wait for wait in self.waits if wait.share >= 0.005]
+        return "; ".join(f"{wait.what} for {wait.share:.0%} of the step" for wait in long[:3])

@@ -50,6 +50,7 @@ class Link:
         if self.source == self.destination:
             raise ValueError(f"{where}: a link is between two ranks")
         lengths = {len(self.sizes), len(self.seconds), len(self.sending), len(self.receiving)}
+        # Comparisons below are written so that a NaN fails them.
         if lengths != {len(self.sizes)} or len(self.sizes) < 2:
             raise ValueError(f"{where}: figures for {lengths} sizes")
         if self.sizes[0] != 0 or any(low >= high for low, high in pairwise(self.sizes)):
@@ -64,15 +65,19 @@ class Link:
             raise ValueError(f"{where}: a message takes {longest} seconds, over {checks.LONGEST:g}")
 
     def transfer_seconds(self, size: int) -> float:
+        """Seconds until a message of so many bytes has arrived."""
         return self._at(self.seconds, size)
 
     def send_seconds(self, size: int) -> float:
+        """What a message takes of the time of the rank that sends it."""
         return self._at(self.sending, size)
 
     def receive_seconds(self, size: int) -> float:
+        """What a message takes of the time of the rank that receives it."""
         return self._at(self.receiving, size)
 
     def _at(self, seconds: tuple[float, ...], size: int) -> float:
+        # Between the two sizes around it; beyond all of them the last line goes on.
         at = min(max(bisect_right(self.sizes, size), 1), len(self.sizes) - 1)
         low, high = self.sizes[at - 1], self.sizes[at]
         slope = (seconds[at] - seconds[at - 1]) / (high - low)

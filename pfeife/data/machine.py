@@ -15,8 +15,8 @@ _DTYPES = frozenset(
 )
 
 
-def _by_dtype(given: float | Mapping[str, float]) -> dict[str, float]:
-    rates = given if isinstance(given, Mapping) else {"float32": given}
+def _by_dtype(flops: float | Mapping[str, float]) -> dict[str, float]:
+    rates = flops if isinstance(flops, Mapping) else {"float32": flops}
     return {dtype: float(value) for dtype, value in rates.items()}
 
 
@@ -86,10 +86,11 @@ class Machine:
         """Operations per second on a dtype as the data sheet has them: its own rate, else
         float32's; the sustained ones where there are none."""
         name = str(dtype).removeprefix("torch.")
-        known = self.flops | self.peak_flops
-        return known.get(name, known["float32"])
+        rates = self.flops | self.peak_flops
+        return rates.get(name, rates["float32"])
 
     def transfer_seconds(self, size: int) -> float:
+        """Seconds until a message of so many bytes has arrived."""
         return self.link_latency + size / self.link_bandwidth
 
     def send_seconds(self, size: int) -> float:
@@ -123,6 +124,7 @@ class Mesh:
 
     @property
     def size(self) -> int:
+        """The ranks of the world."""
         return self.ranks * self.replicas
 
     @property

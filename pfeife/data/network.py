@@ -79,8 +79,8 @@ class Network:
             raise ValueError(
                 f"Network.of: between= what joins the {nodes} nodes is missing, such as 'ib-ndr'"
             )
-        each = (range(at * ranks_per_node, (at + 1) * ranks_per_node) for at in range(nodes))
-        made = tuple(Node(tuple(r), _kind(k)) for r, k in zip(each, kinds, strict=True))
+        ranks_of = (range(at * ranks_per_node, (at + 1) * ranks_per_node) for at in range(nodes))
+        made = tuple(Node(tuple(r), _kind(k)) for r, k in zip(ranks_of, kinds, strict=True))
         return cls(nodes=made, across=None if between is None else _kind(between))
 
     @cached_property
@@ -92,14 +92,15 @@ class Network:
         return {rank: at for at, node in enumerate(self.nodes) for rank in node.ranks}
 
     def link(self, source: int, destination: int) -> Link | LinkKind:
-        """Raises ValueError for a pair of ranks of whose link nothing is known."""
-        found: Link | LinkKind | None = self._link_of.get((source, destination))
+        """The link from a rank to another. Raises ValueError for a pair of whose link nothing is
+        known."""
+        link: Link | LinkKind | None = self._link_of.get((source, destination))
         here, there = self._node_of.get(source), self._node_of.get(destination)
         if here is not None and there is not None and source != destination:
-            found = self.nodes[here].inside if here == there else self.across
-        if found is None:
+            link = self.nodes[here].inside if here == there else self.across
+        if link is None:
             raise ValueError(f"the network knows no link from rank {source} to rank {destination}")
-        return found
+        return link
 
     def joins(self, ranks: int) -> bool:
         """Whether it has the links between all of so many ranks."""
@@ -115,22 +116,31 @@ class Network:
         if self.nodes:
             return self._nodes_within(mesh)
         place = _places(mesh)
-        found: dict[tuple[int, int], Link] = {}
-        for one in self._among(place):
-            (replica, source), (other, destination) = place[one.source], place[one.destination]
-            known = found.get((source, destination))
-            if replica == other and (known is None or _seconds(one) > _seconds(known)):
-                moved = attrs.evolve(one, source=source, destination=destination)
-                found[source, destination] = moved
-        return Network(tuple(found.values()))
+        slowest: dict[tuple[int, int], Link] = {}
+        for link in self._among(place):
+            (source_replica, source), (destination_replica, destination) = (
+                place[link.source],
+                place[link.destination],
+            )
+            previous = slowest.get((source, destination))
+            if source_replica == destination_replica and (
+                previous is None or _seconds(link) > _seconds(previous)
+            ):
+                moved = attrs.evolve(link, source=source, destination=destination)
+                slowest[source, destination] = moved
+        return Network(tuple(slowest.values()))
 
     def _nodes_within(self, mesh: Mesh) -> "Network":
         """Ranks of a pipeline are in one node where they are in every pipeline."""
+        # The key of a rank: the nodes that it is in, pipeline by pipeline.
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(mesh.ranks):
             ranks = [mesh.in_world(replica, rank) for replica in range(mesh.replicas)]
             groups.setdefault(tuple(map(self._at, ranks)), []).append(rank)
         slowest = {key: max((self.nodes[at].inside for at in key), key=_seconds) for key in groups}
+        # Ranks with different keys are in different nodes in some pipeline, but may share one in
+        # others. So `across` is their slowest link only if nothing inside of a node is slower; else
+        # each pair of ranks has to be looked at.
         if self.across is None or all(
             _seconds(self.across) >= _seconds(k) for k in slowest.values()
         ):
@@ -157,21 +167,27 @@ class Network:
         place = _places(mesh)
         if self.nodes:
             return Network(tuple(self._reducing(mesh)))
-        same = (o for o in self._among(place) if place[o.source][1] == place[o.destination][1])
-        return Network(tuple(same))
+        links = (
+            link
+            for link in self._among(place)
+            if place[link.source][1] == place[link.destination][1]
+        )
+        return Network(tuple(links))
 
     def _reducing(self, mesh: Mesh) -> Iterator[Link]:
-        known: set[LinkKind | Link] = set()
+        # Neighbours in the order of the nodes meet every kind of link that joins the replicas of a
+        # rank: inside of each node that several are in, and across. All pairs would be too many.
+        seen: set[LinkKind | Link] = set()
         for rank in range(mesh.ranks):
             ranks = (mesh.in_world(replica, rank) for replica in range(mesh.replicas))
             for source, destination in itertools.pairwise(sorted(ranks, key=self._at)):
-                found = self.link(source, destination)
-                if found not in known:
-                    known.add(found)
-                    yield _link(found, source, destination)
+                link = self.link(source, destination)
+                if link not in seen:
+                    seen.add(link)
+                    yield _link(link, source, destination)
 
     def _among(self, ranks: Container[int]) -> Iterator[Link]:
-        return (one for one in self.links if one.source in ranks and one.destination in ranks)
+        return (link for link in self.links if link.source in ranks and link.destination in ranks)
 
     def kinds(self) -> tuple[Link | LinkKind, ...]:
         """What joins ranks: all links one by one, or the kinds that nodes of several ranks have."""
@@ -202,6 +218,7 @@ class Network:
                 link_bandwidth=slowest.bandwidth,
                 overlap=slowest.overlap,
             )
+        # The straight line from the smallest to the largest message that was measured.
         taken = max(slowest.sending[-1], slowest.receiving[-1]) / slowest.seconds[-1]
         rising = slowest.seconds[-1] - slowest.seconds[0]
         return attrs.evolve(
@@ -212,8 +229,8 @@ class Network:
         )
 
 
-def _kind(given: str | LinkKind) -> LinkKind:
-    return link_kind(given) if isinstance(given, str) else given
+def _kind(kind: str | LinkKind) -> LinkKind:
+    return link_kind(kind) if isinstance(kind, str) else kind
 
 
 def _places(mesh: Mesh) -> dict[int, tuple[int, int]]:
@@ -222,16 +239,16 @@ def _places(mesh: Mesh) -> dict[int, tuple[int, int]]:
     return {mesh.in_world(*pair): pair for pair in pairs}
 
 
-def _seconds(one: Link | LinkKind) -> float:
+def _seconds(link: Link | LinkKind) -> float:
     """Of a large message, by which links are compared."""
-    return one.seconds[-1] if isinstance(one, Link) else one.transfer_seconds(_LARGE)
+    return link.seconds[-1] if isinstance(link, Link) else link.transfer_seconds(_LARGE)
 
 
 def _link(kind: Link | LinkKind, source: int, destination: int) -> Link:
     """A link of this kind between two ranks."""
     if isinstance(kind, Link):
         return attrs.evolve(kind, source=source, destination=destination)
-    sizes = (0, _LARGE)
+    sizes = (0, _LARGE)  # a kind's seconds are a straight line, for which two points do
     seconds = tuple(map(kind.transfer_seconds, sizes))
     taken = tuple(map(kind.send_seconds, sizes))
     return Link(source, destination, sizes, seconds, taken, taken, residual=0.0)

@@ -12,50 +12,54 @@ import torch
 Optimizer = torch.optim.Optimizer | type[torch.optim.Optimizer] | str | float | int
 
 
-def optimizer_of(given: Any) -> Any:
+def optimizer_of(optimizer: Any) -> Any:
     """The same with a name's class in its place. Raises ValueError for what is no optimizer."""
-    known = {name.lower(): kind for name, kind in vars(torch.optim).items() if _is_class(kind)}
-    found = known.get(given.lower()) if isinstance(given, str) else given
-    number = isinstance(found, int | float) and type(found) is not bool and 0 <= found < math.inf
-    if number or isinstance(found, torch.optim.Optimizer) or _is_class(found):
-        return found
+    classes = {name.lower(): kind for name, kind in vars(torch.optim).items() if _is_class(kind)}
+    resolved = classes.get(optimizer.lower()) if isinstance(optimizer, str) else optimizer
+    is_number = (
+        isinstance(resolved, int | float)
+        and type(resolved) is not bool
+        and 0 <= resolved < math.inf
+    )
+    if is_number or isinstance(resolved, torch.optim.Optimizer) or _is_class(resolved):
+        return resolved
     raise ValueError(
-        f"optimizer={given!r}: must be an optimizer, its class, the name of one in torch.optim "
+        f"optimizer={optimizer!r}: must be an optimizer, its class, the name of one in torch.optim "
         "such as 'adamw', or the bytes that it keeps for each element of a parameter"
     )
 
 
-def _is_class(given: Any) -> bool:
+def _is_class(kind: Any) -> bool:
     base = torch.optim.Optimizer
-    return isinstance(given, type) and issubclass(given, base) and given is not base
+    return isinstance(kind, type) and issubclass(kind, base) and kind is not base
 
 
-def optimizer_name(given: Optimizer | None) -> str:
+def optimizer_name(optimizer: Optimizer | None) -> str:
     """The same text on every rank."""
-    if isinstance(given, str | int | float | None):
-        return repr(given)
-    return (given if isinstance(given, type) else type(given)).__name__
+    if isinstance(optimizer, str | int | float | None):
+        return repr(optimizer)
+    return (optimizer if isinstance(optimizer, type) else type(optimizer)).__name__
 
 
-def optimizer_bytes(given: Optimizer) -> Callable[[Iterable[int], torch.dtype], int]:
+def optimizer_bytes(optimizer: Optimizer) -> Callable[[Iterable[int], torch.dtype], int]:
     """A function from a parameter's shape and dtype to the bytes of its optimizer state.
 
     The real one's class is asked: it steps tiny parameters with the same defaults, and what it
     then keeps is scaled up. The function raises ValueError where that fails.
     """
-    found = optimizer_of(given)
-    if isinstance(found, int | float):
-        return lambda shape, dtype: math.ceil(found * math.prod(shape))
-    kind = found if isinstance(found, type) else type(found)
-    options = {} if isinstance(found, type) else found.defaults
+    resolved = optimizer_of(optimizer)
+    if isinstance(resolved, int | float):
+        return lambda shape, dtype: math.ceil(resolved * math.prod(shape))
+    kind = resolved if isinstance(resolved, type) else type(resolved)
+    options = {} if isinstance(resolved, type) else resolved.defaults
 
     @functools.cache
     def kept(small: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
         parameter = torch.zeros(small, dtype=dtype, requires_grad=True)
         parameter.grad = torch.zeros_like(parameter)
-        known = inspect.signature(kind).parameters  # AdamW has defaults that it does not take
+        accepted = inspect.signature(kind).parameters  # AdamW has defaults that it does not take
         try:
-            trial: Any = kind([parameter], **{n: options[n] for n in options if n in known})
+            trial: Any = kind([parameter], **{n: options[n] for n in options if n in accepted})
             trial.step()
         except Exception as error:
             raise ValueError(
@@ -67,6 +71,7 @@ def optimizer_bytes(given: Optimizer) -> Callable[[Iterable[int], torch.dtype], 
 
     def state(shape: Iterable[int], dtype: torch.dtype) -> int:
         whole = tuple(shape)
+        # A size of 2 tells a dimension that the state has from one that it has factored out (1).
         small = tuple(min(size, 2) for size in whole)
         return sum(_scaled(value, small, whole) for value in kept(small, dtype))
 
@@ -75,8 +80,8 @@ def optimizer_bytes(given: Optimizer) -> Callable[[Iterable[int], torch.dtype], 
 
 def _scaled(value: torch.Tensor, small: tuple[int, ...], whole: tuple[int, ...]) -> int:
     """Bytes of a tensor of the state, for the whole parameter; factored ones have sizes of 1."""
-    if value.dim() != len(small):
+    if value.dim() != len(small):  # such as a counter of steps
         return value.nbytes
     pairs = zip(value.shape, small, whole, strict=True)
-    sizes = [full if size == one else size for size, one, full in pairs]
+    sizes = [full if size == small_size else size for size, small_size, full in pairs]
     return math.prod(sizes) * value.itemsize

@@ -39,10 +39,10 @@ def from_json(cls: type[T], text: str, *, need_checksum: bool = False) -> T:
     4 million items, and, where the text `need_checksum`, if it has none.
     """
     data = parsed(text, cls.__name__)
-    given = data.pop(_CHECKSUM, _ABSENT) if isinstance(data, dict) else _ABSENT
-    value = _typed(data, cls, cls.__name__)
-    if given is not _ABSENT or need_checksum:
-        _check(data, given, cls.__name__)
+    checksum = data.pop(_CHECKSUM, _ABSENT) if isinstance(data, dict) else _ABSENT
+    value = _typed(data, cls, cls.__name__)  # first: its errors name the field
+    if checksum is not _ABSENT or need_checksum:
+        _check(data, checksum, cls.__name__)
     return typing.cast(T, value)
 
 
@@ -51,6 +51,7 @@ def parsed(text: str, name: str) -> Any:
     Raises ValueError with a name."""
     if len(text) > LARGEST_FILE:
         raise ValueError(f"{name}: a text of more than {LARGEST_FILE} characters")
+    # Counted before the text takes memory as values: commas in strings count too, but no item less.
     if sum(map(text.count, ",[{")) > MOST_ITEMS:
         raise ValueError(f"{name}: a text of more than {MOST_ITEMS} items")
     try:
@@ -91,13 +92,13 @@ def _checksum(data: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _check(data: dict[str, Any], given: Any, where: str) -> None:
-    if given is _ABSENT:
+def _check(data: dict[str, Any], checksum: Any, where: str) -> None:
+    if checksum is _ABSENT:
         raise ValueError(f"{where}: there is no checksum; only what `save` wrote is read here")
-    if given != _checksum(data):
+    if checksum != _checksum(data):
         raise ValueError(
-            f"{where}: the content does not have the checksum {short(given)}: the file is damaged, "
-            f"or was edited; remove the field {_CHECKSUM!r} if its content is meant"
+            f"{where}: the content does not have the checksum {short(checksum)}: the file is "
+            f"damaged, or was edited; remove the field {_CHECKSUM!r} if its content is meant"
         )
 
 
@@ -118,11 +119,11 @@ def _plain(value: Any) -> Any:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         ((doubled, _),) = Counter(key for key, _ in pairs).most_common(1)
         raise ValueError(f"an object has a field twice: {short(doubled)}")
-    return found
+    return fields
 
 
 def _typed(data: Any, kind: Any, where: str) -> Any:
@@ -163,6 +164,7 @@ def _typed(data: Any, kind: Any, where: str) -> Any:
 
 def _simple(data: Any, kind: Any, where: str) -> Any:
     if type(data) is not kind:
+        # Exactly this type: True is no int, and 3.0 is none, however often people write it.
         whole = kind is int and type(data) is float and data.is_integer()
         write = f"; write {int(data)}" if whole and abs(data) < 2**63 else ""
         raise ValueError(f"{where}: expected {kind.__name__}, got {short(data)}{write}")
@@ -187,7 +189,7 @@ def _check_text(data: str, where: str) -> None:
 def _finite(data: Any, where: str) -> float:
     try:
         number = float(data) if type(data) in (int, float) else math.nan
-    except OverflowError:
+    except OverflowError:  # JSON has ints of any length
         number = math.inf
     if not math.isfinite(number):
         raise ValueError(f"{where}: expected a finite float, got {short(data)}")
@@ -206,8 +208,8 @@ def _object(data: Any, kind: Any, where: str) -> Any:
     missing = sorted(n for n, f in fields.items() if n not in data and f.default is attrs.NOTHING)
     if unknown or missing:
         raise ValueError(f"{where}: unknown fields {short(unknown)}, missing fields {missing}")
-    found = {name: _typed(item, hints[name], f"{where}.{name}") for name, item in data.items()}
+    values = {name: _typed(item, hints[name], f"{where}.{name}") for name, item in data.items()}
     try:
-        return kind(**found)
+        return kind(**values)
     except ValueError as error:  # of the class itself: it knows its fields, not its place
         raise ValueError(f"{where}: {error}") from None

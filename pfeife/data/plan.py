@@ -98,8 +98,10 @@ class Plan:
 
     @property
     def stages(self) -> int:
+        """How many stages the clusters are in."""
         return 1 + max(self.stage_of_cluster, default=-1)
 
     @property
     def stage_ranks(self) -> tuple[int, ...]:
+        """The rank of each stage, in the schedule."""
         return self.schedule.stage_ranks

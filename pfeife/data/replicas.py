@@ -41,6 +41,6 @@ class Replicas:
         return self.count if self.how == "shard" else 1
 
 
-def replicas_of(given: "int | Replicas") -> Replicas:
+def replicas_of(replicas: "int | Replicas") -> Replicas:
     """Replicas that average, where only their number is given."""
-    return given if isinstance(given, Replicas) else Replicas(given)
+    return replicas if isinstance(replicas, Replicas) else Replicas(replicas)

@@ -79,14 +79,15 @@ _ACTION = re.compile(
 
 def parse_action(text: str) -> Action:
     """Reads what `str(action)` wrote, which torch's own text is a part of."""
-    found = _ACTION.fullmatch(text.strip(" \t"))
-    if not found:
+    match = _ACTION.fullmatch(text.strip(" \t"))
+    if not match:
         raise ValueError(f"{short(text)} is not an action such as 0F1, 2SEND_B0@1 or 3REDUCE_GRAD")
-    stage, do, microbatch, peer = found.groups()
-    other = int(peer) if peer else None
-    if other is None and do in _NEIGHBOUR:
-        other = int(stage) + _NEIGHBOUR[Do(do)]
-    return Action(int(stage), Do(do), int(microbatch) if microbatch else None, other)
+    stage, do, microbatch, peer = match.groups()
+    peer_stage = int(peer) if peer else None
+    # torch writes no peers: a transfer of its own is with the neighbour in the chain.
+    if peer_stage is None and do in _NEIGHBOUR:
+        peer_stage = int(stage) + _NEIGHBOUR[Do(do)]
+    return Action(int(stage), Do(do), int(microbatch) if microbatch else None, peer_stage)
 
 
 SENDS = {Do.SEND_F: Do.RECV_F, Do.SEND_B: Do.RECV_B}
@@ -118,27 +119,29 @@ class Schedule:
 
     @cached_property
     def microbatches(self) -> int:
+        """How many there are: one more than the highest index of an action."""
         indices = [a.microbatch for rank in self.ranks for a in rank if a.microbatch is not None]
         return 1 + max(indices, default=-1)
 
     @cached_property
     def stages(self) -> int:
+        """How many there are: one more than the highest index of an action."""
         return 1 + max((action.stage for rank in self.ranks for action in rank), default=-1)
 
     @cached_property
     def stage_ranks(self) -> tuple[int, ...]:
         """The rank of each stage. Raises ValueError if a stage is computed on two, or nowhere."""
-        found: dict[int, int] = {}
+        rank_of: dict[int, int] = {}
         for rank, actions in enumerate(self.ranks):
             for action in actions:
-                if action.do.kind and found.setdefault(action.stage, rank) != rank:
+                if action.do.kind and rank_of.setdefault(action.stage, rank) != rank:
                     raise ValueError(
-                        f"stage {action.stage} runs on ranks {found[action.stage]} and {rank}"
+                        f"stage {action.stage} runs on ranks {rank_of[action.stage]} and {rank}"
                     )
-        if len(found) < self.stages:
-            missing = next(stage for stage in range(self.stages) if stage not in found)
+        if len(rank_of) < self.stages:
+            missing = next(stage for stage in range(self.stages) if stage not in rank_of)
             raise ValueError(f"stage {missing} runs on no rank")
-        return tuple(found[stage] for stage in range(self.stages))
+        return tuple(rank_of[stage] for stage in range(self.stages))
 
     def computing(self) -> "Schedule":
         """Without the actions that `lower` puts in."""
@@ -193,7 +196,7 @@ class Schedule:
 def _row(rank: int, cells: list[str]) -> tuple[Action, ...]:
     actions = []
     for index, cell in enumerate(cells):
-        if cell == "":
+        if cell == "":  # a bubble, in torch's files
             continue
         try:
             actions.append(parse_action(cell))

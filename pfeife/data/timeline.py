@@ -69,4 +69,5 @@ class MemoryCurve:
 
     @property
     def peak(self) -> int:
+        """The most bytes at any time of the step."""
         return sum(self.held.values()) + max((point.peak for point in self.points), default=0)

@@ -39,6 +39,7 @@ def to_data(value: Any, leaf: Callable[[Any], Any]) -> Any:
     def parts(values: Iterable[Any]) -> list[Any]:
         return [to_data(part, leaf) for part in values]
 
+    # Exact types: an IntEnum or a namedtuple would come back as an int or a tuple, so it is a leaf.
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value

@@ -80,17 +80,17 @@ class Inputs:
     @property
     def mode(self) -> str:
         """Whether the modules train, as a person would say it."""
-        found = {module.training for module in self.modules}
-        if False not in found:
+        modes = {module.training for module in self.modules}
+        if False not in modes:
             return "in training"
-        return "partly in training" if True in found else "in evaluation"
+        return "partly in training" if True in modes else "in evaluation"
 
 
 def describe(
     module: fx.GraphModule,
     examples: Iterable[Any],
     device: torch.device | None = None,
-    given: Mapping[int, Given] | None = None,
+    caller_tensors: Mapping[int, Given] | None = None,
     whole: bool = False,
 ) -> Inputs:
     """What every placeholder of Dynamo's graph is. Called while Dynamo compiles.
@@ -98,27 +98,30 @@ def describe(
     Sizes that Dynamo leaves open are those of a microbatch; `whole`, of the batch of a call, and
     who cuts it makes numbers of them.
 
-    `given` has what the caller hands over, by the identity of the example. Without it, tensors
-    that are neither parameters nor buffers come out as constants: who knows the batch says which
-    of them are cut into microbatches. Meta tensors become fake ones on `device`. Raises
-    ValueError for a tensor inside of an argument that is not among those `given`, and for draws of
-    Python's and numpy's.
+    `caller_tensors` has what the caller hands over, by the identity of the example. Without it,
+    tensors that are neither parameters nor buffers come out as constants: who knows the batch says
+    which of them are cut into microbatches. Meta tensors become fake ones on `device`. Raises
+    ValueError for a tensor inside of an argument that is not among `caller_tensors`, and for draws
+    of Python's and numpy's.
     """
     check_draws(module)
     nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
     sources = [_torch.placeholder_source(node) for node in nodes]
-    describer = _Describer(module, sources, device, given, whole)
+    describer = _Describer(module, sources, device, caller_tensors, whole)
     arguments = [
         describer.argument(node, source, example)
         for node, source, example in zip(nodes, sources, examples, strict=True)
     ]
+    # Once all arguments are known: an assumption may be about sizes of several.
     describer.symbols.assume()
     arguments = _with_names_of_sizes(arguments, describer.taken)
     pairs = zip(nodes, arguments, strict=True)
     check_given(module, {n for n, a in pairs if a.given and a.role in (Role.BATCH, Role.CONSTANT)})
-    found = weakref.WeakSet(one for one in describer.holders if isinstance(one, nn.Module))
+    modules = weakref.WeakSet(
+        holder for holder in describer.holders if isinstance(holder, nn.Module)
+    )
     assigned = {node.name: places for node, places in _torch.assigned().items()}
-    kept = {
+    assignments = {
         index: _kept(assigned[node.name], sources)
         for index, node in enumerate(returned(module))
         if node.name in assigned
@@ -130,12 +133,23 @@ def describe(
         if place != source and not _hidden(place, describer.order)
     }
     constants = _torch.assigned_constants()
-    numbers = {_assigned_name(place): one for place, one in constants.items()}
-    settled = {_assigned_name(at) for at, one in constants.items() if _torch.is_there(at, one)}
-    asked = _torch.assumed_values()
-    assumed = frozenset(at for at, source in enumerate(sources) if source in asked)
+    numbers = {_assigned_name(place): constant for place, constant in constants.items()}
+    settled = {
+        _assigned_name(place)
+        for place, constant in constants.items()
+        if _torch.is_there(place, constant)
+    }
+    assumed_sources = _torch.assumed_values()
+    assumed = frozenset(at for at, source in enumerate(sources) if source in assumed_sources)
     return Inputs(
-        arguments, describer.roots, found, kept, moved, numbers, assumed, settled=frozenset(settled)
+        arguments,
+        describer.roots,
+        modules,
+        assignments,
+        moved,
+        numbers,
+        assumed,
+        settled=frozenset(settled),
     )
 
 
@@ -146,15 +160,15 @@ def _with_names_of_sizes(arguments: Sequence[Argument], taken: set[str]) -> list
         shape = argument.example.shape if isinstance(argument.example, torch.Tensor) else ()
         for dim, size in enumerate(shape):
             places.setdefault(_torch.symbol_named(size), f"{argument.names[0]}.size.{dim}")
-    found, names = [], dict[Any, str]()  # Dynamo may have a size twice
+    renamed, names = [], dict[Any, str]()  # Dynamo may have a size twice
     for argument in arguments:
         if argument.role == Role.SIZE:
             symbol = _torch.symbol_named(argument.example)
             place = places.get(symbol, argument.names[0])
             name = names[symbol] = names.get(symbol) or port_name(place, taken)
             argument = attrs.evolve(argument, name=name, names=(place,))
-        found.append(argument)
-    return found
+        renamed.append(argument)
+    return renamed
 
 
 def at_sizes(
@@ -169,7 +183,9 @@ def at_sizes(
             values[_torch.symbol_named(argument.example)] = int(shape)
         elif isinstance(argument.example, torch.Tensor):
             named = map(_torch.symbol_named, argument.example.shape)
-            values |= {one: n for one, n in zip(named, shape, strict=True) if one is not None}
+            values |= {
+                symbol: n for symbol, n in zip(named, shape, strict=True) if symbol is not None
+            }
     mode = mode or _torch.symbolic_mode()
     symbols = _torch.Symbols(mode, values, fixed)
     arguments = [_at_sizes(argument, mode, symbols) for argument in inputs.arguments]
@@ -187,13 +203,13 @@ def _at_sizes(argument: Argument, mode: Any, symbols: _torch.Symbols) -> Argumen
     return attrs.evolve(argument, example=fake_like(mode, example, shape, strides))
 
 
-def with_open_sizes(inputs: Inputs, known: Sequence[Any], rows: Sequence[Any]) -> Inputs:
-    """The same inputs with symbols for the sizes that are symbols where they are `known`, as
-    Dynamo's examples. Those that count `rows` are the rows of a microbatch here: as an argument
-    that is such a size, a symbol is told by the tensors alone."""
+def with_open_sizes(inputs: Inputs, examples: Sequence[Any], rows: Sequence[Any]) -> Inputs:
+    """The same inputs with symbols for the sizes that are symbols in Dynamo's `examples`. Those
+    that count `rows` are the rows of a microbatch here: as an argument that is such a size, a
+    symbol is told by the tensors alone."""
     counted = [size.node.expr for size in rows]
     mode, values = _torch.symbolic_mode(), dict[Any, int]()
-    for argument, example in zip(inputs.arguments, known, strict=True):
+    for argument, example in zip(inputs.arguments, examples, strict=True):
         if isinstance(argument.example, torch.Tensor):  # else a float that Dynamo has as a tensor
             pairs = zip(example.shape, argument.example.shape, strict=True)
             values |= {_torch.symbol_named(size): int(n) for size, n in pairs}
@@ -215,7 +231,7 @@ def with_open_sizes(inputs: Inputs, known: Sequence[Any], rows: Sequence[Any]) -
             strides = list(map(symbols, example.stride()))
         return attrs.evolve(argument, example=fake_like(mode, own, shape, strides))
 
-    arguments = [at(*pair) for pair in zip(inputs.arguments, known, strict=True)]
+    arguments = [at(*pair) for pair in zip(inputs.arguments, examples, strict=True)]
     symbols.assume()
     taken = {argument.name for argument in arguments}
     return attrs.evolve(inputs, arguments=_with_names_of_sizes(arguments, taken))
@@ -224,7 +240,7 @@ def with_open_sizes(inputs: Inputs, known: Sequence[Any], rows: Sequence[Any]) -
 def text_of(module: fx.GraphModule, inputs: Inputs) -> str:
     """What tells Dynamo's graph from others of the same step: its operations, what it is called
     with, and what of torch its program depends on (where that can be told)."""
-    graphs = [one for one in module.modules() if isinstance(one, fx.GraphModule)]
+    graphs = [graph for graph in module.modules() if isinstance(graph, fx.GraphModule)]
     constants = [
         (name, id(value))
         for graph in graphs
@@ -236,7 +252,11 @@ def text_of(module: fx.GraphModule, inputs: Inputs) -> str:
         attrs.evolve(argument, example=_layout(argument.example, node.meta.get("example_value")))
         for argument, node in zip(inputs.arguments, nodes, strict=True)
     ]
-    tensors = (one.example for one in inputs.arguments if isinstance(one.example, torch.Tensor))
+    tensors = (
+        argument.example
+        for argument in inputs.arguments
+        if isinstance(argument.example, torch.Tensor)
+    )
     devices = {tensor.device for tensor in tensors}
     try:
         around = _torch.surroundings(sorted(devices, key=str))
@@ -247,11 +267,11 @@ def text_of(module: fx.GraphModule, inputs: Inputs) -> str:
     return "\n".join(map(str, (*(graph.graph for graph in graphs), constants, rest, modes)))
 
 
-def _layout(example: Any, known: Any) -> Any:
+def _layout(example: Any, example_value: Any) -> Any:
     """What a text has of an argument: the sizes that Dynamo leaves open are not those of a call."""
     if not isinstance(example, torch.Tensor):
-        return known if isinstance(known, torch.SymInt) else example
-    like = known if isinstance(known, torch.Tensor) else example
+        return example_value if isinstance(example_value, torch.SymInt) else example
+    like = example_value if isinstance(example_value, torch.Tensor) else example
     return like.shape, like.stride(), example.dtype, example.device, example.requires_grad
 
 
@@ -269,29 +289,30 @@ class _Describer:
         module: fx.GraphModule,
         sources: Sequence[str],
         device: torch.device | None,
-        given: Mapping[int, Given] | None,
+        caller_tensors: Mapping[int, Given] | None,
         whole: bool,
     ):
         self.whole = whole
         self.bases = dict.fromkeys(base for base, path, _ in map(_split_source, sources) if path)
         self.holders = [_torch.source_value(base) for base in self.bases]
         self.names = dict(zip(self.bases, map(aliases, self.holders), strict=True))
-        known = (*self.bases, *_other_roots(module, self.bases))
-        self.roots = {base: _torch.source_words(base)[-1] for base in known}
+        roots = (*self.bases, *_other_roots(module, self.bases))
+        self.roots = {base: _torch.source_words(base)[-1] for base in roots}
         self.order = _torch.frame_arguments()
-        self.device, self.given = device, given
+        self.device, self.given = device, caller_tensors
         self.mode = _torch.symbolic_mode()
         self.symbols = _torch.Symbols(self.mode)
         self.taken: set[str] = set()
         self.known: dict[str, int] = {}  # tensors by the names that they have
 
     def argument(self, placeholder: fx.Node, source: str, example: Any) -> Argument:
+        """What one placeholder is, by its source and the value that Dynamo calls the graph with."""
         spelled = ".".join(_torch.source_words(source))
-        known = None if self.whole else placeholder.meta.get("example_value")
-        if isinstance(known, torch.SymInt):
+        example_value = None if self.whole else placeholder.meta.get("example_value")
+        if isinstance(example_value, torch.SymInt):
             # Each microbatch begins at another place of the batch's memory.
             is_place = spelled.endswith(".storage_offset")
-            size = int(known.node.hint) if is_place else self.symbols(known)
+            size = int(example_value.node.hint) if is_place else self.symbols(example_value)
             role = None if isinstance(size, int) else Role.SIZE
             return Argument(placeholder.name, role, (spelled,), size)
         if not isinstance(example, torch.Tensor):
@@ -314,17 +335,19 @@ class _Describer:
             port_name(names[0], self.taken),
             role,
             names,
-            self._fake(known, example),
+            self._fake(example_value, example),
             batch_dim=handed.batch_dim if handed else None,
             position=handed.position if handed else at,
             given=handed is not None or inside,
         )
 
-    def _fake(self, known: Any, example: torch.Tensor) -> torch.Tensor:
+    def _fake(self, example_value: Any, example: torch.Tensor) -> torch.Tensor:
         """A tensor without storage as an argument is, of symbolic sizes where Dynamo's are."""
-        if not isinstance(known, torch.Tensor):
+        if not isinstance(example_value, torch.Tensor):
             return fake_like(self.mode, example, device=self.device)
-        shape, strides = (list(map(self.symbols, n)) for n in (known.shape, known.stride()))
+        shape, strides = (
+            list(map(self.symbols, n)) for n in (example_value.shape, example_value.stride())
+        )
         return fake_like(self.mode, example, shape, strides, self.device)
 
     def _role(self, source: str, example: torch.Tensor, handed: Given | None) -> Role:
@@ -353,6 +376,7 @@ class _Describer:
 
 
 def _kept(places: Sequence[str], sources: Sequence[str]) -> Kept:
+    # Dynamo may read an attribute by its object's `__dict__`, and writes it by its name.
     read = [re.sub(r"\.__dict__\['(\w+)'\]", r".\1", source) for source in sources]
     replaces = tuple(read.index(place) for place in places if place in read)
     return Kept(_assigned_name(places[0]), replaces)
@@ -362,10 +386,11 @@ def _assigned_name(place: str) -> str:
     """What a person calls an attribute, or an entry of what it will be, whether they are there
     already or not."""
     cut = len(place)
+    # Cut from the end until something is there: the rest is what the step will make.
     while cut > 0 and _torch.source_value(place[:cut]) is None:
         cut = max(place.rfind(".", 0, cut), place.rfind("[", 0, cut))
-    known = place[: max(cut, 0)] or place
-    return ".".join([*_torch.source_words(known), *re.findall(r"\w+", place[len(known) :])])
+    prefix = place[: max(cut, 0)] or place
+    return ".".join([*_torch.source_words(prefix), *re.findall(r"\w+", place[len(prefix) :])])
 
 
 def _hidden(source: str, order: Sequence[str]) -> bool:
@@ -398,19 +423,19 @@ def _split_source(source: str) -> tuple[str, str, str]:
 
 def _argument_of(source: str) -> str:
     """The local variable that a source starts with, "" for a global."""
-    found = re.match(r"L\['([^']+)'\]", source)
-    return found[1] if found else ""
+    match = re.match(r"L\['([^']+)'\]", source)
+    return match[1] if match else ""
 
 
 def aliases(root: Any) -> dict[int, list[str]]:
     """All names of every parameter and buffer of a module, by identity."""
-    found: dict[int, list[str]] = {}
+    names_of: dict[int, list[str]] = {}
     if isinstance(root, nn.Module):
         for name, parameter in root.named_parameters(remove_duplicate=False):
-            found.setdefault(id(parameter), []).append(name)
+            names_of.setdefault(id(parameter), []).append(name)
         for name, buffer in root.named_buffers(remove_duplicate=False):
-            found.setdefault(id(buffer), []).append(name)
-    return found
+            names_of.setdefault(id(buffer), []).append(name)
+    return names_of
 
 
 # Names of our own ports; fx gives other names to nodes that are called like builtins.
@@ -429,13 +454,13 @@ def sizes_of_arguments(arguments: Sequence[Argument]) -> dict[Any, tuple[str, to
     for argument in arguments:
         shape = argument.example.shape if isinstance(argument.example, torch.Tensor) else ()
         sizes += [(f"{argument.name}_size_{dim}", size) for dim, size in enumerate(shape)]
-    found: dict[Any, tuple[str, torch.SymInt]] = {}
+    by_symbol: dict[Any, tuple[str, torch.SymInt]] = {}
     for name, size in sizes:
         symbol = _torch.symbol_named(size)
-        if symbol is not None and symbol not in found:
+        if symbol is not None and symbol not in by_symbol:
             name = name if name in taken else port_name(name, taken)
-            found[symbol] = name, size
-    return found
+            by_symbol[symbol] = name, size
+    return by_symbol
 
 
 def _unique(name: str, taken: set[str]) -> str:

@@ -58,8 +58,10 @@ class Arguments:
 
     def grown(self, times: int) -> tuple["Leaf", ...]:
         """The leaves of a first microbatch that has so many times as many rows."""
-        known = {id(leaf.first): _grown(leaf, times) for leaf in self.leaves}
-        return tuple(attrs.evolve(leaf, first=known[id(leaf.first)]) for leaf in self.leaves)
+        grown_tensors = {id(leaf.first): _grown(leaf, times) for leaf in self.leaves}
+        return tuple(
+            attrs.evolve(leaf, first=grown_tensors[id(leaf.first)]) for leaf in self.leaves
+        )
 
     @property
     def rows(self) -> int:
@@ -83,9 +85,9 @@ class Indivisible(ValueError):
     """A batch that does not divide into the microbatches that were asked for; into `fits` it
     does."""
 
-    def __init__(self, said: str, fits: int):
-        super().__init__(f"{said}; pass microbatches={fits}, or drop_last=True in the loader")
-        self.said, self.fits = said.removeprefix("microbatch: "), fits
+    def __init__(self, message: str, fits: int):
+        super().__init__(f"{message}; pass microbatches={fits}, or drop_last=True in the loader")
+        self.said, self.fits = message.removeprefix("microbatch: "), fits
 
 
 class Cutter:
@@ -118,30 +120,32 @@ class Cutter:
     ) -> Arguments:
         """Raises ValueError for arguments that cannot be cut; they are those of one of so many
         batches that are `apart`."""
-        found, rebuild = _opened((args, dict(kwargs)), self._dims(args, kwargs))
+        entries, rebuild = _opened((args, dict(kwargs)), self._dims(args, kwargs))
         names = self._names(args)
-        named = [(_named(path, names), value, dim) for path, value, dim in found]
+        named = [(_named(path, names), value, dim) for path, value, dim in entries]
         for name, value, _ in named:
             _check_kind(name, value)
         batch = {n: (v, _dim(n, v, d)) for n, v, d in named if d is not None and _is_cut(v)}
         rows = self._rows({n: v.shape[d] for n, (v, d) in batch.items()})
         count = self._count(rows, self.microbatches // apart, self.replicas // apart)
-        known: dict[tuple[int, int | None], torch.Tensor] = {}
+        first_parts: dict[tuple[int, int | None], torch.Tensor] = {}
         leaves = []
         for name, value, _ in named:
             if _is_tensor(value):
                 dim = batch[name][1] if name in batch else None
                 key = (id(value), dim)
-                if key not in known:  # one tensor that comes twice stays one
-                    known[key] = _first(value, dim, count)
-                leaves.append(Leaf(name, value, dim, known[key]))
+                if key not in first_parts:  # one tensor that comes twice stays one
+                    first_parts[key] = _first(value, dim, count)
+                leaves.append(Leaf(name, value, dim, first_parts[key]))
 
         def made(tensors: Iterable[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
             rest = iter(tensors)
             return rebuild([next(rest) if _is_tensor(value) else value for _, value, _ in named])
 
-        others = {name: value for name, value, _ in named if not _is_tensor(value)}
-        call = Arguments(tuple(leaves), others, count, *made(leaf.first for leaf in leaves), made)
+        plain_values = {name: value for name, value, _ in named if not _is_tensor(value)}
+        call = Arguments(
+            tuple(leaves), plain_values, count, *made(leaf.first for leaf in leaves), made
+        )
         self.most = max(self.most, call.rows)
         return call
 
@@ -179,6 +183,7 @@ class Cutter:
         """The rows of the batch. Raises ValueError if the arguments do not agree on them."""
         fewest = min(sizes.values(), default=0)
         several = {name: size for name, size in sizes.items() if size != fewest}
+        # Who says where the batch is may have several rows of an input for each of its rows.
         wrong = {n: s for n, s in several.items() if not fewest or not self.said or s % fewest}
         if wrong:
             raise ValueError(
@@ -195,6 +200,8 @@ class Cutter:
         """Into how many microbatches so many rows are cut, for so many replicas."""
         if not rows or rows % wanted == 0:
             return wanted
+        # A batch with gradients takes another count only if it is smaller than one before: with 0,
+        # none fits.
         most = self.most if rows < self.most * wanted else 0
         if not torch.is_grad_enabled():  # an evaluation, whose first batch may be its only one
             most = max(most, rows // wanted, 1)
@@ -205,10 +212,10 @@ class Cutter:
         divides = next(n for n in range(wanted, 0, -1) if rows % n == 0)
         times = self.replicas // replicas
         each = f", {wanted} for each of {times} replicas" if times > 1 else ""
-        said = (
+        message = (
             f"microbatch: a batch of {rows} rows does not divide into {wanted} microbatches{each}"
         )
-        raise Indivisible(said, divides * times)
+        raise Indivisible(message, divides * times)
 
 
 def function_of(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -259,6 +266,7 @@ def _laid_as(first: torch.Tensor, grown: torch.Tensor, dim: int) -> torch.Tensor
     """A tensor that has grown along a dimension, in memory as it was: a view of it (flatten) is a
     copy where it was one. Contiguous where elements share memory."""
     at = first.stride(dim)
+    # What lies outside of the grown dimension is so many times as far apart.
     strides = [s * grown.shape[dim] // first.shape[dim] if s > at else s for s in first.stride()]
     end = 1
     for stride, size in sorted(zip(strides, grown.shape, strict=True)):
@@ -297,33 +305,35 @@ def _opened(value: Any, dims: Any) -> tuple[list[tuple[tuple[str, ...], Any, int
     other leaves. Mappings and dataclasses that torch's pytrees take for leaves are opened too."""
     pairs, spec = pytree.tree_flatten_with_path(value)
     each = _torch.leaf_dims(dims, value)
-    found: list[tuple[tuple[str, ...], Any, int | None]] = []
+    entries: list[tuple[tuple[str, ...], Any, int | None]] = []
     makers: list[tuple[int, Made | None]] = []
     for (keys, leaf), dim in zip(pairs, each, strict=True):
         path = tuple(str(key_of(key)) for key in keys)
         fields = fields_of(leaf)
         if fields is None:
-            found.append((path, leaf, dim))
+            entries.append((path, leaf, dim))
             makers.append((1, None))
             continue
         below, make = _opened(fields, dim)
-        found += [((*path, *inner), one, d) for inner, one, d in below]
+        entries += [((*path, *inner), inner_leaf, d) for inner, inner_leaf, d in below]
         makers.append((len(below), functools.partial(_remade, leaf, make)))
 
     def rebuild(leaves: Sequence[Any]) -> Any:
         rest = iter(leaves)
         parts = [(make, [next(rest) for _ in range(count)]) for count, make in makers]
-        return pytree.tree_unflatten([one[0] if m is None else m(one) for m, one in parts], spec)
+        return pytree.tree_unflatten(
+            [values[0] if m is None else m(values) for m, values in parts], spec
+        )
 
-    return found, rebuild
+    return entries, rebuild
 
 
 def key_of(key: Any) -> int | str:
     """An index, a name or a key of one of torch's pytrees."""
     for name in ("idx", "key", "name"):
         if hasattr(key, name):
-            found = getattr(key, name)
-            return found if isinstance(found, int | str) else str(found)
+            value = getattr(key, name)
+            return value if isinstance(value, int | str) else str(value)
     return str(key)
 
 
@@ -341,11 +351,11 @@ def _remade(like: Any, make: Made, leaves: Sequence[Any]) -> Any:
     """A mapping or a dataclass of the same kind with other contents."""
     fields = make(leaves)
     if dataclasses.is_dataclass(like) and not isinstance(like, Mapping):
-        other = copy.copy(like)
+        remade = copy.copy(like)
         for name, value in fields.items():
-            object.__setattr__(other, name, value)
-        return other
-    other = copy.copy(like)
+            object.__setattr__(remade, name, value)
+        return remade
+    remade = copy.copy(like)
     for name in like:
-        other[name] = fields[str(name)]
-    return other
+        remade[name] = fields[str(name)]
+    return remade

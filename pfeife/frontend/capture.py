@@ -67,8 +67,8 @@ def capture(
     """
     if door not in ("auto", "dynamo", "trace"):
         raise ValueError(f'door={door!r}: must be "auto", "dynamo" or "trace"')
-    told = progress or (lambda done, total: None)
-    told(0, 3)
+    report = progress or (lambda done, total: None)
+    report(0, 3)
     cutter = Cutter(step, None, 1)
     call = cutter(example_microbatch, kwargs)
     steps = _Doors(step, call, torch.device(device))
@@ -79,14 +79,17 @@ def capture(
     def larger(gradients: bool, times: int) -> Program:
         return trace(*grown(times), loss, gradients=gradients, cache=cache).program
 
+    # Before any door: Dynamo reads the values of tensors without dimensions.
     prepare(deferred_tensors(step, call.others))
-    through, refused, found = steps.first(door)
+    through, refused, forward_and_inputs = steps.first(door)
     log.info("%s", taken(cutter.name, through, refused))
-    told(1, 3)
-    flat = trace(*found, loss, cache=cache)
-    told(2, 3)
-    captured = with_flags(with_reductions(flat, loss_reduction, larger), found[1].flags)
-    told(3, 3)
+    report(1, 3)
+    flat = trace(*forward_and_inputs, loss, cache=cache)
+    report(2, 3)
+    captured = with_flags(
+        with_reductions(flat, loss_reduction, larger), forward_and_inputs[1].flags
+    )
+    report(3, 3)
     if captured.warning():
         log.warning(captured.warning())
     return captured.program
@@ -101,12 +104,12 @@ class _Doors:
     device: torch.device
 
     def first(
-        self, asked: Door | Literal["auto"]
+        self, door: Door | Literal["auto"]
     ) -> tuple[Door, Exception | None, tuple[Forward, Inputs]]:
         """The door that is asked for, or the first that takes the step; what Dynamo has refused;
         and what was found."""
-        if asked != "auto":
-            return asked, None, self.by(asked)
+        if door != "auto":
+            return door, None, self.by(door)
         try:
             return "dynamo", None, self.by("dynamo")
         except Exception as error:
@@ -119,22 +122,28 @@ class _Doors:
     def by(self, door: Door, times: int = 1) -> tuple[Forward, Inputs]:
         """The step's forward and its inputs, for so many times as many rows."""
         firsts = (leaf.first for leaf in self.call.leaves)
-        values = [torch.cat([one] * times) if one.dim() and times > 1 else one for one in firsts]
+        values = [
+            torch.cat([tensor] * times) if tensor.dim() and times > 1 else tensor
+            for tensor in firsts
+        ]
         args, kwargs = self.call.made(values)
         pairs = list(zip(self.call.leaves, values, strict=True))
         if door == "trace":
-            leaves = tuple(attrs.evolve(leaf, first=one) for leaf, one in pairs)
+            leaves = tuple(attrs.evolve(leaf, first=tensor) for leaf, tensor in pairs)
             call = attrs.evolve(self.call, leaves=leaves, args=args, kwargs=kwargs)
-            found = traced(self.step, call, self.device)
+            traced_step = traced(self.step, call, self.device)
             arguments = [
-                attrs.evolve(a, role=Role.BATCH) if a.given else a for a in found.inputs.arguments
+                attrs.evolve(a, role=Role.BATCH) if a.given else a
+                for a in traced_step.inputs.arguments
             ]
-            return found.forward, attrs.evolve(found.inputs, arguments=arguments)
-        given = {id(one): Given(leaf.name, at) for at, (leaf, one) in enumerate(pairs)}
+            return traced_step.forward, attrs.evolve(traced_step.inputs, arguments=arguments)
+        caller_tensors = {
+            id(tensor): Given(leaf.name, at) for at, (leaf, tensor) in enumerate(pairs)
+        }
 
         def read(module: fx.GraphModule, examples: list[Any]) -> tuple[Forward, Inputs]:
             moved = copied(module, self.device)
-            return dynamo_forward(moved), describe(moved, examples, self.device, given)
+            return dynamo_forward(moved), describe(moved, examples, self.device, caller_tensors)
 
         return dynamo_graph(self.step, args, kwargs, read)
 

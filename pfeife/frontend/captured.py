@@ -110,19 +110,19 @@ class Captured:
 
     def part(self, args: Sequence[Any], index: int) -> list[Any]:
         """The arguments of a microbatch, from those of a call."""
-        found = []
+        values = []
         for value, port, number in zip(args, self.ports, self.numbers, strict=True):
             if port is None:
-                found.append(number)
+                values.append(number)
             elif port.role == Role.SIZE:
-                found.append(value)
+                values.append(value)
             elif port.batch_dim is None:
                 wanted = port.dtype if port.role == Role.PARAMETER else value.dtype
-                found.append(value.detach().to(wanted))  # master weights are cast
+                values.append(value.detach().to(wanted))  # master weights are cast
             else:
                 size = port.shape[port.batch_dim]
-                found.append(value.detach().narrow(port.batch_dim, index * size, size))
-        return found
+                values.append(value.detach().narrow(port.batch_dim, index * size, size))
+        return values
 
     def sizes(self, args: Sequence[Any], count: int) -> dict[str, int]:
         """The values of the program's size ports in a call of so many microbatches, by their names,
@@ -143,11 +143,11 @@ class Captured:
         if self.at is None:
             return broken_limit(self.program, self.sizes(args, count))
         ports = zip(self.ports, args, self.at, strict=True)
-        for port, value, known in ports:
+        for port, value, expected in ports:
             dim = port.batch_dim if port else None
             tensor = isinstance(value, torch.Tensor)
-            if (part_shape(value.shape, dim, count) if tensor else value) != known:
-                return f"{port.fqn if port else 'a number'} is {known}"
+            if (part_shape(value.shape, dim, count) if tensor else value) != expected:
+                return f"{port.fqn if port else 'a number'} is {expected}"
         return ""
 
     def slots(self, values: Sequence[Any]) -> dict[str, Any]:

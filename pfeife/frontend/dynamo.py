@@ -26,21 +26,22 @@ def dynamo_graph(
     may empty the graph afterwards); nothing is run. It is for the sizes of the call alone, or
     open in those that are marked if `dynamic` is None. Raises ValueError when there is no single
     graph."""
-    found: list[T] = []
+    results: list[T] = []
 
     def backend(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
-        found.append(read(module, examples))
+        results.append(read(module, examples))
         raise _Enough
 
     try:
         with _torch.willing():
             _torch.whole_graph(step, backend, dynamic)(*args, **kwargs)
     except Exception as error:
-        if not found:
+        # Once the graph has been read, this is `_Enough`, in whatever Dynamo has wrapped it.
+        if not results:
             raise plain_error(error) from error
-    if not found:
+    if not results:
         raise ValueError("the step computes nothing with tensors, so there is no graph to capture")
-    return found[0]
+    return results[0]
 
 
 def dynamo_forward(module: fx.GraphModule) -> Forward:
@@ -72,12 +73,12 @@ class _Run(WritingData):
                 _torch.exit_autocast(self.entered.pop())
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        found = super().call_function(target, args, kwargs)
+        result = super().call_function(target, args, kwargs)
         if target is _torch.enter_autocast:
-            self.entered.append(found)
+            self.entered.append(result)
         elif target is _torch.exit_autocast:
             self.entered.remove(args[0])
-        return found
+        return result
 
 
 def copied(module: fx.GraphModule, device: torch.device | None = None) -> fx.GraphModule:

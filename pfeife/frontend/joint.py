@@ -60,8 +60,8 @@ class _Joint(nn.Module):
         # tangent that no schedule knows before the last forward. A forward alone has none at all,
         # even if the step switches gradients on again at the end of its own torch.no_grad().
         results = [
-            r if one.requires_grad and self.loss in (None, i) else r.detach()
-            for i, (r, one) in enumerate(zip(results, self.step.results, strict=True))
+            r if example.requires_grad and self.loss in (None, i) else r.detach()
+            for i, (r, example) in enumerate(zip(results, self.step.results, strict=True))
         ]
         return (*results, *numbers)
 
@@ -92,9 +92,11 @@ def trace(
     plain = (
         step if gradients else attrs.evolve(step, results=tuple(r.detach() for r in step.results))
     )
-    asked = Traceable(plain, arguments, at, dims, anew, inputs.roots)
+    traceable = Traceable(plain, arguments, at, dims, anew, inputs.roots)
     with nullcontext() if gradients else torch.no_grad():  # the key has the mode, too
-        program = kept(cache, functools.partial(key_of, asked), functools.partial(_program, asked))
+        program = kept(
+            cache, functools.partial(key_of, traceable), functools.partial(_program, traceable)
+        )
     return _captured(program, step, attrs.evolve(inputs, arguments=arguments), at, carried)
 
 
@@ -130,7 +132,7 @@ def _captured(
         tuple(result_name(i, at) for i in range(len(step.results))),
         tuple(i for i, value in enumerate(step.results) if not value.requires_grad),
         leaves=step.leaves,
-        kept={result_name(index, at): one for index, one in inputs.kept.items()},
+        kept={result_name(index, at): assignment for index, assignment in inputs.kept.items()},
         carried={arguments[place].name: result_name(i, at) for place, i in carried.items()},
         in_place=tuple(
             arguments[place].name for place, i in carried.items() if step.is_itself(place, i)
@@ -146,17 +148,17 @@ def _number(example: Any) -> Any:
     return _torch.size_now(example) if isinstance(example, torch.SymInt) else example
 
 
-def _program(asked: Traceable) -> Program:
-    wrapper = _Joint(asked.step, asked.arguments, asked.loss)
-    examples = tuple(a.example for a in stateless(asked.arguments))
+def _program(traceable: Traceable) -> Program:
+    wrapper = _Joint(traceable.step, traceable.arguments, traceable.loss)
+    examples = tuple(a.example for a in stateless(traceable.arguments))
     try:
         joint = _torch.joint_graph(wrapper, examples)
     except ValueError:
         raise
     except Exception as error:  # of a kernel's rules for shapes, say
         raise ValueError(_reason(error)) from error
-    read_numbers(joint, len(asked.step.results))
-    return PortAssigner(joint, asked).program()
+    read_numbers(joint, len(traceable.step.results))
+    return PortAssigner(joint, traceable).program()
 
 
 def _reason(error: Exception) -> str:
@@ -170,7 +172,7 @@ def _reason(error: Exception) -> str:
 
 def _carried(
     step: Forward,
-    kept: Mapping[int, Kept],
+    assignments: Mapping[int, Kept],
     arguments: Sequence[Argument],
     loss: int | None,
 ) -> dict[int, int]:
@@ -179,11 +181,12 @@ def _carried(
     values = step.results
     return {
         place: index
-        for index, one in kept.items()
-        for place in one.replaces
+        for index, assignment in assignments.items()
+        for place in assignment.replaces
         if index != loss
         and not values[index].requires_grad
         and arguments[place].role in (Role.BUFFER, Role.CONSTANT)
+        # With another dtype or shape it cannot stand in that argument's port: see `check_outputs`.
         and values[index].dtype == arguments[place].example.dtype
         and _torch.written_shape(values[index]) == _torch.written_shape(step.arguments[place])
     }

@@ -26,8 +26,11 @@ def read_numbers(joint: fx.GraphModule, results: int) -> None:
     returned: Any = output.args[0]
     pairs = list(zip(returned, output.meta["desc"], strict=True))
     numbers = [(desc.idx - results, node) for node, desc in pairs if _is_number(desc, results)]
-    kept = [pair for pair in pairs if not _is_number(pair[1], results)]
-    output.args, output.meta["desc"] = ([node for node, _ in kept],), [desc for _, desc in kept]
+    step_results = [pair for pair in pairs if not _is_number(pair[1], results)]
+    output.args, output.meta["desc"] = (
+        ([node for node, _ in step_results],),
+        [desc for _, desc in step_results],
+    )
     readers = list(_readers(joint.graph))
     for mark, tensor in numbers:
         while tensor.target is torch.ops.aten.detach.default:

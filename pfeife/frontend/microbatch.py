@@ -18,17 +18,17 @@ def check_outputs(captured: Captured, reduce: Mapping[Key, str], count: int) -> 
     known how to join every result's microbatches."""
     if count > 1:
         _check_kept(captured)
-    asked = {captured.results[_result(key, captured)]: how for key, how in reduce.items()}
+    reductions = {captured.results[_result(key, captured)]: how for key, how in reduce.items()}
     ports = []
     for port in captured.program.outputs:
-        if port.role == Role.LOSS and asked.get(port.name, port.reduction) != port.reduction:
+        if port.role == Role.LOSS and reductions.get(port.name, port.reduction) != port.reduction:
             raise ValueError(
                 f"option reduce: the result {captured.label(port.name)!r} is the loss, and its "
                 f"microbatches are combined as {port.reduction!r}: say loss_reduction="
-                f'"{asked[port.name]}"'
+                f'"{reductions[port.name]}"'
             )
-        if port.role == Role.OUTPUT and port.name in asked:
-            how: Any = asked[port.name]
+        if port.role == Role.OUTPUT and port.name in reductions:
+            how: Any = reductions[port.name]
             port = attrs.evolve(port, reduction=how, counts=(), batch_dim=None)
         if port.role == Role.OUTPUT and _only_kept(captured, port):
             port = as_last(port)
@@ -41,8 +41,8 @@ def check_outputs(captured: Captured, reduce: Mapping[Key, str], count: int) -> 
 def _only_kept(captured: Captured, port: Port) -> bool:
     """Whether a result is there for an attribute alone, and has neither rows nor the same value in
     every microbatch."""
-    told = _joined(port) or port.reduction == "same"
-    return port.name in captured.kept and not captured.is_returned(port.name) and not told
+    joinable = _joined(port) or port.reduction == "same"
+    return port.name in captured.kept and not captured.is_returned(port.name) and not joinable
 
 
 def _check_kept(captured: Captured) -> None:
@@ -65,21 +65,21 @@ def _check_kept(captured: Captured) -> None:
                 f"the step keeps {inputs[moved].fqn} as {to}, and it is another one in every "
                 f"microbatch: keep a copy ({to} = {inputs[moved].fqn}.clone())"
             )
-    for result, kept in captured.kept.items():
-        for place in kept.replaces:
+    for result, assignment in captured.kept.items():
+        for place in assignment.replaces:
             name = captured.arguments[place]
             if name is None or name in captured.carried or inputs[name].role == Role.BATCH:
                 continue
             new, old = outputs[result], inputs[name]
             if (new.dtype, new.shape) != (old.dtype, old.shape):
                 raise ValueError(
-                    f"the step assigns {kept.name} anew and reads it in the next microbatch, but "
-                    f"it was {old.dtype} {list(old.shape)} and becomes {new.dtype} "
+                    f"the step assigns {assignment.name} anew and reads it in the next "
+                    f"microbatch, but it was {old.dtype} {list(old.shape)} and becomes {new.dtype} "
                     f"{list(new.shape)}: keep its dtype and shape"
                 )
             raise ValueError(
-                f"the step assigns {kept.name} anew, with its gradients, and reads it in the next "
-                f"microbatch: detach what is kept ({kept.name} = value.detach())"
+                f"the step assigns {assignment.name} anew, with its gradients, and reads it in the "
+                f"next microbatch: detach what is kept ({assignment.name} = value.detach())"
             )
 
 

@@ -40,12 +40,12 @@ class PortAssigner:
     The first random operation adds a seed.
     """
 
-    def __init__(self, joint: fx.GraphModule, asked: Traceable):
+    def __init__(self, joint: fx.GraphModule, traceable: Traceable):
         _simplify(joint.graph)
         _take_changes_apart(joint.graph)
         joint.graph.eliminate_dead_code(has_effects)
-        self.joint, self.asked, self.loss = joint, asked, asked.loss
-        arguments = asked.arguments
+        self.joint, self.asked, self.loss = joint, traceable, traceable.loss
+        arguments = traceable.arguments
         self.by_name = {registered(argument): argument for argument in arguments}
         self.rest = stateless(arguments)
         self.graph = fx.Graph()
@@ -53,11 +53,14 @@ class PortAssigner:
         self.here: dict[fx.Node, fx.Node] = {}
         self.seed: fx.Node | None = None
         self.draws = 0
-        given = sizes_of_arguments(arguments)
-        self.given = {symbol: size for symbol, (_, size) in given.items()}
-        self.names = {symbol: _torch.name_of_size(name) for symbol, (name, _) in given.items()}
+        named_sizes = sizes_of_arguments(arguments)
+        self.given = {symbol: size for symbol, (_, size) in named_sizes.items()}
+        self.names = {
+            symbol: _torch.name_of_size(name) for symbol, (name, _) in named_sizes.items()
+        }
         self.sizes: dict[Any, fx.Node] = {}  # by their symbols
         shapes = [a.example.shape for a in arguments if isinstance(a.example, torch.Tensor)]
+        # A size that data decide and nothing bounds is taken for the largest one of the arguments.
         self.largest = max((_hint(size) for shape in shapes for size in shape), default=1)
         self.changed = {
             desc.mutated_input.target
@@ -121,11 +124,11 @@ class PortAssigner:
             for index, value in enumerate(values)
             if value.requires_grad and self.loss in (None, index)
         }
-        found = {port.fqn for port in self.inputs if port.role == Role.TANGENT}
-        if found != wanted:
+        tangents = {port.fqn for port in self.inputs if port.role == Role.TANGENT}
+        if tangents != wanted:
             raise ValueError(
                 f"the results {sorted(wanted)} are differentiable, but AOTAutograd gives gradients "
-                f"of {sorted(found)}; return copies (x.clone()) of results that share storage"
+                f"of {sorted(tangents)}; return copies (x.clone()) of results that share storage"
             )
 
     def _seed(self) -> fx.Node:
@@ -163,8 +166,8 @@ class PortAssigner:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.here.__getitem__)
         copied = self.graph.create_node(node.op, node.target, args, kwargs, name=_plain_name(node))
         copied.meta = dict(node.meta)
-        for said in ("ac_graph_id", "recompute"):  # for torch's partitioner; counted by the process
-            copied.meta.pop(said, None)
+        for key in ("ac_graph_id", "recompute"):  # for torch's partitioner; counted by the process
+            copied.meta.pop(key, None)
         stack = copied.meta["module_stack"] = _module_stack(node, self.asked.roots)
         copied.meta["module_path"] = stack[-1][0] if stack else ""
         if node.op == "call_function" and is_random(node.target, node.args, node.kwargs):
@@ -347,7 +350,7 @@ def _take_changes_apart(graph: fx.Graph) -> None:
         results = next(iter(reversed(graph.nodes)))
         assert results.op == "output"
         # Of what the step does not read there is no gradient.
-        results.args = ([None if one is tangent else one for one in results.args[0]],)
+        results.args = ([None if result is tangent else result for result in results.args[0]],)
 
 
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
@@ -377,6 +380,7 @@ def stateless(arguments: Sequence[Argument]) -> list[Argument]:
 
 
 def result_name(index: int, loss: int | None) -> str:
+    """The port of a result of the step by its index; `loss` is the index of the loss."""
     return "loss" if index == loss else f"output_{index}"
 
 
@@ -397,10 +401,10 @@ _HELD = re.compile(r"(?:__dict__\['_modules'\]|_modules)\['([^']+)'\]")  # Dynam
 def _module_stack(node: fx.Node, roots: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     """The modules that a forward node comes from, the innermost last: their paths ("" for the
     outermost) and the names of their classes; `roots` has the readable names of the outermost."""
-    found = []
+    modules = []
     for path, kind in (node.meta.get("nn_module_stack") or {}).values():
         root = next((root for root in roots if is_below(path, root)), "")
         rest = _HELD.sub(r"\1", path.removeprefix(root).removeprefix("."))
         name = f"{roots[root]}.{rest}".rstrip(".") if len(roots) > 1 and root else rest
-        found.append((name, getattr(kind, "__name__", str(kind))))
-    return tuple(found)
+        modules.append((name, getattr(kind, "__name__", str(kind))))
+    return tuple(modules)

@@ -117,6 +117,7 @@ def tensors_in(
 ) -> Iterator[tuple[tuple[int | str, ...], Any]]:
     """The tensors in what a step returns, or what else there is of a `kind`, and where they
     are."""
+    # `above` has the objects on the way here: one may lead back to itself.
     for keys, leaf in pytree.tree_flatten_with_path(value)[0]:
         here = (*path, *map(key_of, keys))
         if isinstance(leaf, kind):
@@ -127,5 +128,5 @@ def tensors_in(
             inside = fields_of(leaf)
             if inside is None:
                 inside = dict(getattr(leaf, "__dict__", {}))
-            for name, one in inside.items():
-                yield from tensors_in(one, (*here, name), (*above, id(leaf)), kind)
+            for name, field in inside.items():
+                yield from tensors_in(field, (*here, name), (*above, id(leaf)), kind)

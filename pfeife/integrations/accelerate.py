@@ -76,11 +76,11 @@ class Accelerator(accelerate.Accelerator):
         """The others wait until the main process of each node has done what is inside."""
         yield from self._first(self.is_local_main_process)
 
-    def _first(self, mine: bool) -> Iterator[None]:
-        if not mine:
+    def _first(self, is_first: bool) -> Iterator[None]:
+        if not is_first:
             self.wait_for_everyone()
         yield
-        if mine:
+        if is_first:
             self.wait_for_everyone()
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:

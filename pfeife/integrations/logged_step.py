@@ -66,9 +66,9 @@ class LoggedStep:
     that become results, which are combined over the microbatches as the loss is; then the calls
     are made, once a batch:
 
-        a microbatch       acc = self.accuracy(found, y); self.log("acc", acc, batch_size=len(y))
-        the whole batch    {"loss": ..., "noted": [found, y]}
-        afterwards         acc = accuracy(found, y); log("acc", acc, batch_size=8)
+        a microbatch       acc = self.accuracy(guess, y); self.log("acc", acc, batch_size=len(y))
+        the whole batch    {"loss": ..., "noted": [guess, y]}
+        afterwards         acc = accuracy(guess, y); log("acc", acc, batch_size=8)
     """
 
     def __init__(self, module: Any, name: str, options: Mapping[str, Any]):
@@ -85,10 +85,10 @@ class LoggedStep:
             numbers = [_Unread()] * len(self.numbers) if traced else self.numbers
             out = getattr(module, name)(*batch, *numbers)
             noted, self.noted, self.rows = self.noted, [], 0
-            found = _parts(out) if trains else {"out": out}
+            results = _parts(out) if trains else {"out": out}
             if traced:  # then only results are kept
-                found["calls"] = pytree.tree_map(self._named, self.calls)
-            return {**found, "noted": noted}
+                results["calls"] = pytree.tree_map(self._named, self.calls)
+            return {**results, "noted": noted}
 
         trains = name == "training_step"
         loss: dict[str, Any] = {"loss": "loss"} if trains else {}
@@ -96,13 +96,17 @@ class LoggedStep:
 
     def __call__(self, *args: Any) -> Any:
         """What the module's step returns for a batch."""
-        self.numbers = [one for one in args if type(one) is int]  # the last ones, not compared
+        self.numbers = [
+            argument for argument in args if type(argument) is int
+        ]  # the last ones, not compared
         with self._noting():
-            found = self.run(*(one for one in args if type(one) is not int))
-        self._make(found.get("calls", self.calls), iter(found["noted"]), _rows(args))
-        if "loss" not in found:
-            return found["out"]
-        return {"loss": found["loss"], **found["more"]} if "more" in found else found["loss"]
+            results = self.run(*(argument for argument in args if type(argument) is not int))
+        self._make(results.get("calls", self.calls), iter(results["noted"]), _rows(args))
+        if "loss" not in results:
+            return results["out"]
+        return (
+            {"loss": results["loss"], **results["more"]} if "more" in results else results["loss"]
+        )
 
     def _make(self, calls: Iterable[Any], tensors: Iterator[torch.Tensor], rows: int) -> None:
         """Makes the calls that were noted."""
@@ -113,15 +117,15 @@ class LoggedStep:
                 return results[value.call]
             if isinstance(value, _Own):
                 return self.module.get_submodule(value.name)
-            known = {_TENSOR: lambda: next(tensors), _ROWS: lambda: rows}
-            return known[value]() if isinstance(value, str) and value in known else value
+            stand_ins = {_TENSOR: lambda: next(tensors), _ROWS: lambda: rows}
+            return stand_ins[value]() if isinstance(value, str) and value in stand_ins else value
 
         for target, method, args, kwargs in calls:
             target, args, kwargs = pytree.tree_map(real, (target, args, kwargs))
             results.append(getattr(target, method)(*args, **kwargs))
 
     def _named(self, value: Any) -> Any:
-        names = (name for name, one in self.module.named_modules() if one is value)
+        names = (name for name, module in self.module.named_modules() if module is value)
         return _Own(next(names)) if isinstance(value, torch.nn.Module) else value
 
     def _instead(self, target: Any, name: str) -> Any:
@@ -139,9 +143,9 @@ class LoggedStep:
         def note(*args: Any, **kwargs: Any) -> _Later:
             if kwargs.get("batch_size") == self.rows:
                 kwargs = {**kwargs, "batch_size": _ROWS}
-            tensors = [one for one in pytree.tree_leaves((args, kwargs)) if _is_tensor(one)]
+            tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _is_tensor(leaf)]
             args, kwargs = pytree.tree_map(_told, (args, kwargs))
-            self.noted = [*self.noted, *(one.detach() for one in tensors)]
+            self.noted = [*self.noted, *(tensor.detach() for tensor in tensors)]
             self.calls = [*self.calls, (target, method, args, kwargs)]
             return _Later(len(self.calls) - 1)
 
@@ -151,19 +155,22 @@ class LoggedStep:
     def _noting(self) -> Iterator[None]:
         """While methods note their calls, and the Trainer is read as it must be."""
         modules = list(self.module.modules())
-        metrics = [one for one in modules if isinstance(one, Metric | MetricCollection)]
+        metrics = [module for module in modules if isinstance(module, Metric | MetricCollection)]
         pairs = [(self.module, method) for method in _LOGS]
-        pairs += [(one, method) for one in metrics for method in _METRICS]
-        pairs += [(one, "_trainer") for one in modules if vars(one).get("_trainer") is not None]
-        places = [(one, name, self._instead(one, name)) for one, name in pairs]
-        own = [(vars(one), name, vars(one).get(name)) for one, name, _ in places]
-        for (attributes, name, _), (_, _, instead) in zip(own, places, strict=True):
+        pairs += [(metric, method) for metric in metrics for method in _METRICS]
+        pairs += [
+            (module, "_trainer") for module in modules if vars(module).get("_trainer") is not None
+        ]
+        places = [(target, name, self._instead(target, name)) for target, name in pairs]
+        originals = [(vars(target), name, vars(target).get(name)) for target, name, _ in places]
+        for (attributes, name, _), (_, _, instead) in zip(originals, places, strict=True):
             attributes[name] = instead
         try:
             yield
         finally:
-            for attributes, name, before in own:
+            for attributes, name, before in originals:
                 attributes[name] = before
+                # None: the name is one of the class, which the instance had nothing in place of.
                 if before is None:
                     del attributes[name]
 
@@ -186,5 +193,5 @@ def _parts(out: Any) -> dict[str, Any]:
 
 def _rows(args: Any) -> int:
     """How many rows the first tensor has that has any."""
-    tensors = (one for one in pytree.tree_leaves(args) if _is_tensor(one))
-    return next((len(one) for one in tensors if one.dim()), 0)
+    tensors = (leaf for leaf in pytree.tree_leaves(args) if _is_tensor(leaf))
+    return next((len(tensor) for tensor in tensors if tensor.dim()), 0)

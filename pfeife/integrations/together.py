@@ -30,6 +30,6 @@ def from_main(value: Any, what: str) -> Any:
             raise CollectiveError(f"{what} of a tensor {list(tensors[0].shape)}: give its numbers")
         return structure
 
-    found = Announced(what)(world, find)
-    assert found is not None
-    return found.filled(())
+    structure = Announced(what)(world, find)
+    assert structure is not None
+    return structure.filled(())

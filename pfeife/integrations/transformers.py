@@ -88,13 +88,13 @@ class _Pipelined(Base):
         """The Trainer's own, as a pipeline of the model's stages."""
         if not return_outputs:
             return self._training(inputs, num_items_in_batch)
-        found = self._evaluation(inputs, num_items_in_batch)
-        return found["loss"], found["outputs"]
+        results = self._evaluation(inputs, num_items_in_batch)
+        return results["loss"], results["outputs"]
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Without labels there is no loss to compute: the model alone runs as a pipeline."""
         return super().prediction_step(
-            lambda **given: self._prediction(given), inputs, *args, **kwargs
+            lambda **batch: self._prediction(batch), inputs, *args, **kwargs
         )
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:

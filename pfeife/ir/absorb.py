@@ -69,12 +69,12 @@ def _passes_on(node: object) -> bool:
 def misplaced(program: AProgram) -> Iterator[str]:
     """What cannot become a part of a body, in words."""
     plain = plain_nodes(program)
-    known = set(plain)
+    candidates = set(plain)
     for node in plain:
         reason = _refused(node)
         if reason:
             yield f"the plain node {node.name} {reason} ({source_line(node)})"
-    first, last = _pinned(plain, known)
+    first, last = _pinned(plain, candidates)
     for node in plain:
         if node in first and node in last and not _refused(node):
             yield (
@@ -97,7 +97,7 @@ def _refused(node: fx.Node) -> str | None:
     return None
 
 
-def _pinned(plain: list[fx.Node], known: set[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
+def _pinned(plain: list[fx.Node], candidates: set[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
     """The nodes that only a maker can have, since they are sent or returned, and what these read;
     and those that only a reader can have, for no call has made what they read, and who reads
     these."""
@@ -109,7 +109,7 @@ def _pinned(plain: list[fx.Node], known: set[fx.Node]) -> tuple[set[fx.Node], se
     last: set[fx.Node] = set()
     for node in plain:
         arrived = any(_arrived(source) for source in node.all_input_nodes)
-        made = any(source in known or _made(source) for source in node.all_input_nodes)
+        made = any(source in candidates or _made(source) for source in node.all_input_nodes)
         late = is_number(node) or node.meta.get("side") == "reader"
         if arrived or not made or late or not last.isdisjoint(node.all_input_nodes):
             last.add(node)
@@ -129,23 +129,26 @@ def _made(node: fx.Node) -> bool:
 def _late(plain: list[fx.Node]) -> set[fx.Node]:
     """The nodes that their readers are to compute, so that the fewest bytes are carried: the far
     side of a minimum cut. One that does not make a tensor stays with those who read it."""
-    known = set(plain)
-    first, last = _pinned(plain, known)
+    candidates = set(plain)
+    first, last = _pinned(plain, candidates)
+    # A value hangs on its "carried" node, and that on its readers: however many of them are on the
+    # far side, its bytes are cut, and so counted, once. Edges without a capacity are never cut.
     cut = nx.DiGraph()
     cut.add_nodes_from(["maker", "reader"])
-    made = dict.fromkeys(s for node in plain for s in node.all_input_nodes if _made(s))
+    call_results = dict.fromkeys(s for node in plain for s in node.all_input_nodes if _made(s))
     readers = _readers(plain)
-    for value in (*made, *plain):
-        name, carried = ("maker" if value in made else value), ("carried", value)
+    for value in (*call_results, *plain):
+        name, carried = ("maker" if value in call_results else value), ("carried", value)
         whole = not isinstance(value.meta.get("val"), torch.Tensor)
-        later = {call for user in known.intersection(value.users) for call in readers[user]}
-        if value in known or later.isdisjoint(value.users):  # else it goes there in any case
+        later = {call for user in candidates.intersection(value.users) for call in readers[user]}
+        if value in candidates or later.isdisjoint(value.users):  # else it goes there in any case
             cut.add_edge(name, carried, capacity=max(1, node_bytes(value)))
             for user in value.users:
-                if value in known or user in known:
-                    cut.add_edge(carried, user if user in known else "reader")
-        for user in known.intersection(value.users) if value in known else ():
+                if value in candidates or user in candidates:
+                    cut.add_edge(carried, user if user in candidates else "reader")
+        for user in candidates.intersection(value.users) if value in candidates else ():
             cut.add_edge(user, value)  # what reads a late node is late
+            # a number or a tuple cannot be carried, so it goes where its readers go
             if whole:
                 cut.add_edge(value, user)
     for node in plain:
@@ -153,17 +156,19 @@ def _late(plain: list[fx.Node]) -> set[fx.Node]:
             cut.add_edge("maker", node)
         if node in last:
             cut.add_edge(node, "reader")
+    # Of several smallest cuts networkx gives the one with the fewest nodes on the far side, so what
+    # makes no difference stays with its maker.
     _, (_, late) = nx.minimum_cut(cut, "maker", "reader")
-    return known & late
+    return candidates & late
 
 
 def _readers(plain: list[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
     """The calls that read a plain node, by themselves or through others."""
-    found: dict[fx.Node, set[fx.Node]] = {}
+    readers: dict[fx.Node, set[fx.Node]] = {}
     for node in reversed(plain):
-        found[node] = {user for user in node.users if user.op == "call_module"}
-        found[node].update(*(found.get(user, ()) for user in node.users))
-    return found
+        readers[node] = {user for user in node.users if user.op == "call_module"}
+        readers[node].update(*(readers.get(user, ()) for user in node.users))
+    return readers
 
 
 class _Absorber:
@@ -178,6 +183,7 @@ class _Absorber:
         for node in self.plain:
             if node not in self.late:
                 self.after[self.maker[node]].append(node)
+        # What leaves the body that makes it: a body that absorbs gives nothing else.
         readers = [node for node in self.nodes if node.op == "output" or node.target is send]
         self.carried = {source for node in readers for source in node.all_input_nodes}
         self.carried.update(source for call in calls for source in self._arguments(call))
@@ -187,14 +193,14 @@ class _Absorber:
     def _makers(self) -> dict[fx.Node, fx.Node]:
         place = {node: index for index, node in enumerate(self.nodes)}
         own = set(self.plain) - self.late
-        found: dict[fx.Node, fx.Node] = {}
+        makers: dict[fx.Node, fx.Node] = {}
         for node in self.nodes:
             if _made(node):
-                found[node] = node.all_input_nodes[0]
+                makers[node] = node.all_input_nodes[0]
             elif node in own:
-                made = [found[source] for source in node.all_input_nodes if source in found]
-                found[node] = max(made, key=place.__getitem__)
-        return found
+                calls = [makers[source] for source in node.all_input_nodes if source in makers]
+                makers[node] = max(calls, key=place.__getitem__)
+        return makers
 
     def _needed(self, call: fx.Node) -> list[fx.Node]:
         """The late nodes that a call computes before all else, in their order."""
@@ -234,6 +240,7 @@ class _Absorber:
         if self.before[node] or self.after[node]:
             values = [value for value in values if value in self.carried]
             indices: list[Any] = list(range(len(values)))
+            # Calls may share a body, but not what they absorb: so this one has a call's name.
             target, arguments = node.name, self._arguments(node)
             self.held[target] = self._body(node, arguments, values)
         else:
@@ -263,10 +270,10 @@ class _Absorber:
             inside[argument].meta = dict(argument.meta)
         for node in self.before[call]:
             inside[node] = body.node_copy(node, inside.__getitem__)
-        given: Iterator[Any] = iter(call.args)
+        call_arguments: Iterator[Any] = iter(call.args)
         for node in old.graph.nodes:
             if node.op == "placeholder":
-                inside[node] = inside[next(given)]
+                inside[node] = inside[next(call_arguments)]
             elif node.op != "output":
                 inside[node] = body.node_copy(node, inside.__getitem__)
             if node.op == "get_attr":
@@ -283,8 +290,8 @@ class _Absorber:
 def _read(plain: list[fx.Node]) -> list[fx.Node]:
     """Those that somebody reads, in their order."""
     read: set[fx.Node] = set()
-    known = set(plain)
+    candidates = set(plain)
     for node in reversed(plain):
-        if any(user in read or user not in known for user in node.users):
+        if any(user in read or user not in candidates for user in node.users):
             read.add(node)
     return [node for node in plain if node in read]

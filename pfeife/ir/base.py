@@ -39,9 +39,10 @@ class ProgramBase:
         return {}
 
     def ports(self, *roles: Role) -> tuple[Port, ...]:
+        """The inputs and outputs of any of some roles, in their order."""
         if roles not in self._by_roles:
-            every = (*self.inputs, *self.outputs)
-            self._by_roles[roles] = tuple(port for port in every if port.role in roles)
+            ports = (*self.inputs, *self.outputs)
+            self._by_roles[roles] = tuple(port for port in ports if port.role in roles)
         return self._by_roles[roles]
 
     @property
@@ -97,10 +98,12 @@ class ProgramBase:
     def __repr__(self) -> str:
         """Its figures; `print(program)` writes all of it."""
         kinds = Counter(call.kind.value for call in self.calls)
-        made = f"{self.units} units, calls " + " ".join(f"{n}{k}" for k, n in kinds.items())
+        parts = f"{self.units} units, calls " + " ".join(f"{n}{k}" for k, n in kinds.items())
         ends = [Counter(port.role.value for port in ports) for ports in (self.inputs, self.outputs)]
-        inputs, outputs = (", ".join(f"{n} {role}" for role, n in one.items()) for one in ends)
-        what = made if self.calls else f"flat, {len(self.module.graph.nodes)} nodes"
+        inputs, outputs = (
+            ", ".join(f"{n} {role}" for role, n in counts.items()) for counts in ends
+        )
+        what = parts if self.calls else f"flat, {len(self.module.graph.nodes)} nodes"
         return f"Program({what}; takes {inputs}; gives {outputs})"
 
     def __str__(self) -> str:

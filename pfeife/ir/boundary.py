@@ -16,4 +16,5 @@ def stage_boundary(x: torch.Tensor) -> torch.Tensor:
 def is_boundary(node: torch.fx.Node) -> bool:
     """Whether a forward node was made by `stage_boundary`."""
     backward = node.meta.get("partitioner_tag") == "is_backward"
+    # autograd hands the annotation on to the nodes of the backward
     return not backward and bool((node.meta.get("custom") or {}).get("pfeife_stage_boundary"))

@@ -30,8 +30,8 @@ def fingerprint(program: Program) -> str:
     """The text of a program, of every body it calls, of its ports, calls, reductions and limits."""
     bodies = [str(program.body(call).graph) for call in program.calls]
     rest = (program.inputs, program.outputs, program.calls, program.reductions, program.replicas)
-    said = map(str, (*program.counts, *program.limits, *rest))
-    return "\n".join([str(program.module.graph), *bodies, *said])
+    texts = map(str, (*program.counts, *program.limits, *rest))
+    return "\n".join([str(program.module.graph), *bodies, *texts])
 
 
 def _ports(program: Program) -> Iterator[str]:
@@ -49,8 +49,8 @@ def _forwards(program: Program) -> Iterator[str]:
         for node in graph.nodes:
             if node.name not in numbers and not is_source(node) and node.op != "output":
                 read = (source.name for source in node.all_input_nodes)
-                others = ",".join(name for name in read if name not in numbers)
-                yield f"{unit} {node.name} {_name(node)} {others}"
+                operands = ",".join(name for name in read if name not in numbers)
+                yield f"{unit} {node.name} {_name(node)} {operands}"
 
 
 def _name(node: fx.Node) -> str:

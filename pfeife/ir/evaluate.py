@@ -51,14 +51,14 @@ class Result:
 
     def named(self) -> dict[tuple[str, str], torch.Tensor]:
         """All of it but the last two, each by what it is and its name."""
-        found = {("loss", "loss"): self.loss} if self.loss is not None else {}
-        found |= {("gradient", name): one for name, one in self.gradients.items()}
-        found |= {("buffer", name): one for name, one in self.buffers.items()}
-        for kind, each in (("output", self.outputs), ("gradient", self.batch_gradients)):
-            for index, values in enumerate(each):
+        tensors = {("loss", "loss"): self.loss} if self.loss is not None else {}
+        tensors |= {("gradient", name): gradient for name, gradient in self.gradients.items()}
+        tensors |= {("buffer", name): buffer for name, buffer in self.buffers.items()}
+        for kind, microbatches in (("output", self.outputs), ("gradient", self.batch_gradients)):
+            for index, values in enumerate(microbatches):
                 of = f"of microbatch {index}"
-                found |= {(kind, f"{name} {of}"): one for name, one in values.items()}
-        return found
+                tensors |= {(kind, f"{name} {of}"): tensor for name, tensor in values.items()}
+        return tensors
 
 
 def state_of(program: Program, *roots: nn.Module | Mapping[str, torch.Tensor]) -> State:
@@ -66,16 +66,16 @@ def state_of(program: Program, *roots: nn.Module | Mapping[str, torch.Tensor]) -
 
     Detached, not copied. Raises ValueError for what is missing or has another shape or dtype.
     """
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for root in roots:
         if isinstance(root, nn.Module):
-            found |= dict(root.named_parameters(remove_duplicate=False))
-            found |= dict(root.named_buffers(remove_duplicate=False))
+            tensors |= dict(root.named_parameters(remove_duplicate=False))
+            tensors |= dict(root.named_buffers(remove_duplicate=False))
         else:
-            found |= root
+            tensors |= root
     state = {}
     for port in program.ports(*STATE_ROLES):
-        value = next((found[name] for name in port.names if name in found), None)
+        value = next((tensors[name] for name in port.names if name in tensors), None)
         if value is None:
             raise ValueError(f"the state has no {port.role} {port.fqn}")
         check_tensor(port, value, f"{port.role} {port.fqn}")
@@ -120,9 +120,9 @@ def named_batch(program: Program, microbatch: Any, index: int = 0) -> dict[str, 
                 "pass a dict from names if the step does not use all of them"
             )
     named = {port.name: value for port, value in zip(ports, values, strict=True)}
-    told = microbatch if isinstance(microbatch, Mapping) else {}
-    given = {p.name: told[p.name] for p in program.ports(Role.SIZE) if p.name in told}
-    sizes = sizes_in(program, {**named, **given})
+    by_name = microbatch if isinstance(microbatch, Mapping) else {}
+    stated_sizes = {p.name: by_name[p.name] for p in program.ports(Role.SIZE) if p.name in by_name}
+    sizes = sizes_in(program, {**named, **stated_sizes})
     for port, value in zip(ports, values, strict=True):
         check_tensor(port, value, f"microbatch {index}, input {port.fqn}", sizes)
     broken = broken_limit(program, sizes)
@@ -143,9 +143,10 @@ def _sizes(program: Program, microbatch: Any) -> dict[str, int]:
 
 def _tensors(microbatch: Any) -> list[torch.Tensor]:
     """Those of a microbatch in their order; most are tuples of tensors, which need no search."""
-    if type(microbatch) is tuple and all([isinstance(one, torch.Tensor) for one in microbatch]):
+    # a list, not a generator: every step comes here for every microbatch
+    if type(microbatch) is tuple and all([isinstance(value, torch.Tensor) for value in microbatch]):
         return list(microbatch)
-    return [one for one in pytree.tree_leaves(microbatch) if isinstance(one, torch.Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(microbatch) if isinstance(leaf, torch.Tensor)]
 
 
 def as_computed(port: Port, value: torch.Tensor) -> torch.Tensor:
@@ -178,58 +179,60 @@ def divisors(
     weighted = port.reduction == "weighted"
     for index in port.counts:
         count = program.counts[index]
-        found = _counts(program, count, microbatches)
-        _refuse_nothing(count, found, empty_is_zero=weighted and count.empty_is_zero)
+        counts = _counts(program, count, microbatches)
+        _refuse_nothing(count, counts, empty_is_zero=weighted and count.empty_is_zero)
         # The mean of the batch is sum(loss[k] * count[k]) / sum(count). With several pipelines the
         # sums of each are averaged later, which divides by their number once more.
-        if weighted and not _even(found):
-            total = add(found)
-            return [total / pipelines / one for one in found]
+        if weighted and not _even(counts):
+            total = add(counts)
+            return [total / pipelines / number for number in counts]
         if not weighted:
-            _warn_uneven(count, found)
+            _warn_uneven(count, counts)
     return [len(microbatches) // pipelines] * len(microbatches)
 
 
 def _counts(program: Program, count: Count, microbatches: Sequence[Any]) -> list[torch.Tensor]:
     return [
-        one.counts[program.counts.index(count)]
-        if isinstance(one, Counted)
-        else _count(count, named_batch(program, one, index))
-        for index, one in enumerate(microbatches)
+        microbatch.counts[program.counts.index(count)]
+        if isinstance(microbatch, Counted)
+        else _count(count, named_batch(program, microbatch, index))
+        for index, microbatch in enumerate(microbatches)
     ]
 
 
 def counts_of(program: Program, microbatch: Any) -> list[torch.Tensor]:
     """What others need to know of a microbatch, see `Counted`."""
     batch = named_batch(program, microbatch)
-    return [_count(one, batch) for one in program.counts]
+    return [_count(count, batch) for count in program.counts]
 
 
 def _count(count: Count, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     names = [node.name for node in count.module.graph.nodes if node.op == "placeholder"]
     with torch.no_grad():
-        found: torch.Tensor = count.module.forward(*(batch[name] for name in names)).double()
-        return found
+        number: torch.Tensor = count.module.forward(*(batch[name] for name in names)).double()
+        return number
 
 
-def _even(found: Sequence[torch.Tensor]) -> bool:
+def _even(counts: Sequence[torch.Tensor]) -> bool:
     """Whether all counts are known to be the same: a plain mean, which costs less. Other devices
     than the CPU would have to be waited for."""
-    return all(one.device.type == "cpu" and float(one) == float(found[0]) for one in found)
+    return all(
+        number.device.type == "cpu" and float(number) == float(counts[0]) for number in counts
+    )
 
 
-def _refuse_nothing(count: Count, found: Sequence[torch.Tensor], *, empty_is_zero: bool) -> None:
+def _refuse_nothing(count: Count, counts: Sequence[torch.Tensor], *, empty_is_zero: bool) -> None:
     """Looks at the CPU's counts alone."""
-    empty = [i for i, one in enumerate(found) if one.device.type == "cpu" and not one]
-    if empty and not (empty_is_zero and len(empty) < len(found)):
+    empty = [i for i, number in enumerate(counts) if number.device.type == "cpu" and not number]
+    if empty and not (empty_is_zero and len(empty) < len(counts)):
         raise ValueError(
             f"microbatch {empty[0]} has nothing to take the mean of (every target is ignored, or "
             f"the mask is empty): {count.line}; leave such rows out, or take fewer microbatches"
         )
 
 
-def _warn_uneven(count: Count, found: Sequence[torch.Tensor]) -> None:
-    sizes = [float(one) for one in found]
+def _warn_uneven(count: Count, counts: Sequence[torch.Tensor]) -> None:
+    sizes = [float(number) for number in counts]
     if len(set(sizes)) > 1:
         warnings.warn(
             f"the microbatches count {sizes} in {count.line}, but the loss has other terms too: "
@@ -245,12 +248,13 @@ def loss_tangents(
     """For every microbatch, by port name, the gradient that `(loss / divisor * scale).backward()`
     sends into the loss."""
     ports = [port for port in program.ports(Role.TANGENT) if port.fqn == "loss"]
-    made: dict[Any, dict[str, torch.Tensor]] = {}
+    tangents_of: dict[Any, dict[str, torch.Tensor]] = {}
     for by in divided if ports else ():
-        if by not in made:
-            one = torch.ones(ports[0].shape, dtype=ports[0].dtype, device=ports[0].device)
-            made[by] = {ports[0].name: over(one * scale, by)}
-    return [made[by] if ports else {} for by in divided]
+        # Equal numbers share a tangent. A tensor is a key by its identity: no device is waited for.
+        if by not in tangents_of:
+            ones = torch.ones(ports[0].shape, dtype=ports[0].dtype, device=ports[0].device)
+            tangents_of[by] = {ports[0].name: over(ones * scale, by)}
+    return [tangents_of[by] if ports else {} for by in divided]
 
 
 def over(value: torch.Tensor, divisor: Divisor) -> torch.Tensor:
@@ -258,6 +262,7 @@ def over(value: torch.Tensor, divisor: Divisor) -> torch.Tensor:
     if isinstance(divisor, int):
         return value / divisor
     by = divisor.to(value.device)
+    # a count of 0 makes the divisor infinite, and its loss may be nan
     return torch.where(by.isinf(), 0, value.double() / by).to(value.dtype)
 
 
@@ -315,8 +320,8 @@ def evaluate(
     >>> net = torch.nn.Linear(2, 1, bias=False)
     >>> flat = pfeife.capture(lambda x: net(x).mean(), torch.ones(1, 2))
     >>> state = {"weight": torch.tensor([[1.0, 3.0]])}  # or pfeife.state_of(flat, net)
-    >>> found = pfeife.evaluate(flat, state, [torch.ones(1, 2), 2 * torch.ones(1, 2)])
-    >>> found.loss, found.gradients["weight"]
+    >>> result = pfeife.evaluate(flat, state, [torch.ones(1, 2), 2 * torch.ones(1, 2)])
+    >>> result.loss, result.gradients["weight"]
     (tensor(6.), tensor([[1.5000, 1.5000]]))
     """
     count = len(microbatches)
@@ -324,15 +329,22 @@ def evaluate(
         raise ValueError(
             f"{count} microbatches cannot be assigned evenly to {program.replicas} replicas"
         )
-    each = count // program.replicas
+    per_replica = count // program.replicas
     divided = loss_divisors(program, microbatches)
     parts = [
         _one_pipeline(
-            program, state, microbatches, tangents, seed, range(start, start + each), divided, scale
+            program,
+            state,
+            microbatches,
+            tangents,
+            seed,
+            range(start, start + per_replica),
+            divided,
+            scale,
         )
-        for start in range(0, count, each)
+        for start in range(0, count, per_replica)
     ]
-    statistics = tuple(found for part in parts for found in part.statistics)
+    statistics = tuple(figures for part in parts for figures in part.statistics)
     sizes = _sizes(program, microbatches[0])
     if len(parts) == 1:
         return with_statistics(program, parts[0], statistics, sizes)
@@ -371,7 +383,9 @@ def averaged(
     """Gradients of batch inputs of every replica's own loss, as those of the mean loss."""
     if not program.averages:
         return gradients
-    return tuple({n: g / program.replicas for n, g in one.items()} for one in gradients)
+    return tuple(
+        {n: g / program.replicas for n, g in microbatch.items()} for microbatch in gradients
+    )
 
 
 def add(values: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -390,7 +404,7 @@ def _one_pipeline(
     microbatches: Sequence[Any],
     tangents: Sequence[Mapping[str, torch.Tensor]] | None,
     seed: int,
-    mine: range,
+    indices: range,
     divided: Sequence[Divisor],
     scale: float,
 ) -> Result:
@@ -401,10 +415,10 @@ def _one_pipeline(
     sums: dict[str, torch.Tensor] = {}
     updated: dict[str, torch.Tensor] = {}
     once, statistics = tracked_names(program), []
-    for index in mine:
+    for index in indices:
         batch = named_batch(program, microbatches[index], index)
-        given = tangents[index] if tangents is not None else None
-        values = held | arriving[index] | step_inputs(program, batch, index, seed, given)
+        output_tangents = tangents[index] if tangents is not None else None
+        values = held | arriving[index] | step_inputs(program, batch, index, seed, output_tangents)
         with torch.no_grad(), _torch.no_autocast():
             results = program.module(*(values[port.name] for port in program.inputs))
         outputs.append({port.fqn: results[port.name] for port in program.ports(Role.OUTPUT)})
@@ -416,7 +430,7 @@ def _one_pipeline(
             {p.fqn: results[p.name] for p in program.ports(Role.BUFFER_UPDATE) if p.fqn in once}
         )
         for port in program.ports(Role.BUFFER_UPDATE):
-            if port.fqn not in once:
+            if port.fqn not in once:  # the next microbatch reads what this one has written
                 held[slots[port.fqn]] = updated[port.fqn] = results[port.name]
         for port in program.ports(Role.GRADIENT):
             before = sums.get(port.name)
@@ -429,10 +443,10 @@ def _one_pipeline(
         part = sums[port.name]
         gradients[port.fqn] = gradients[port.fqn] + part if port.fqn in gradients else part
     return Result(
-        loss=combined(losses, divided[mine.start : mine.stop]) if losses else None,
+        loss=combined(losses, divided[indices.start : indices.stop]) if losses else None,
         outputs=tuple(outputs),
         gradients=gradients,
-        buffers=updated | {name: state[name] for name in once},
+        buffers=updated | {name: state[name] for name in once},  # of before, see with_statistics
         batch_gradients=tuple(batch_gradients),
         statistics=tuple(statistics),
     )

@@ -34,24 +34,24 @@ def node_flops(node: fx.Node) -> int:
 
 def graph_flops(graph: fx.Graph) -> dict[torch.dtype, int]:
     """Those of a graph, by the dtype in which they are done."""
-    found: dict[torch.dtype, int] = {}
+    flops: dict[torch.dtype, int] = {}
     for node in graph.nodes:
         count = node_flops(node) if node.op == "call_function" else 0
         if count:
-            found[computed_dtype(node)] = found.get(computed_dtype(node), 0) + count
-    return found
+            flops[computed_dtype(node)] = flops.get(computed_dtype(node), 0) + count
+    return flops
 
 
 def flops_of(program: ProgramBase) -> dict[torch.dtype, int]:
     """The floating-point operations of a microbatch, forward and backward, by the dtype in which
     they are done; those of a program that recomputes have what it computes twice."""
-    found: dict[torch.dtype, int] = {}
+    flops: dict[torch.dtype, int] = {}
     program = absorb(program)
     bodies = [program.body(call) for call in program.calls] or [program.module]
     for body in bodies:
         for dtype, count in graph_flops(body.graph).items():
-            found[dtype] = found.get(dtype, 0) + count
-    return found
+            flops[dtype] = flops.get(dtype, 0) + count
+    return flops
 
 
 def operation_of(node: fx.Node) -> tuple[Any, tuple]:

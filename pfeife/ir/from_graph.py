@@ -20,12 +20,12 @@ def from_graph(module: fx.GraphModule) -> Program:
     graph = fx.Graph()
     here: dict[fx.Node, fx.Node] = {}
     graph.graph_copy(module.graph, here)
-    found = output_node(module).args[0]
-    every = found if isinstance(found, tuple | list) else (found,)
-    results = {f"result_{at}": one for at, one in enumerate(every) if one is not None}
+    output = output_node(module).args[0]
+    values = output if isinstance(output, tuple | list) else (output,)
+    results = {f"result_{at}": node for at, node in enumerate(values) if node is not None}
     inputs = [_port(node.name, node, Role.BATCH) for node in here if node.op == "placeholder"]
-    outputs = [_port(name, one, Role.OUTPUT) for name, one in results.items()]
-    graph.output({name: here[one] for name, one in results.items()})
+    outputs = [_port(name, node, Role.OUTPUT) for name, node in results.items()]
+    graph.output({name: here[node] for name, node in results.items()})
     return Program(_torch.graph_module(module, graph), tuple(inputs), tuple(outputs))
 
 

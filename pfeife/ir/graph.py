@@ -23,36 +23,37 @@ class Origin(NamedTuple):
 def origins(program: ProgramBase) -> dict[fx.Node, Origin]:
     """For every value of a program that is computed, where it comes from: parts of results and
     received copies are seen through."""
-    found: dict[fx.Node, Origin] = {}
+    origin_of: dict[fx.Node, Origin] = {}
     for node in program.module.graph.nodes:
         if is_source(node) or node.op == "output" or node.target in (send, receive):
             continue
         read = node.args[0] if node.target is operator.getitem else None
         if isinstance(read, fx.Node) and read.target is receive:
             value: Any = read.args[0].args[0][node.args[1]]  # type: ignore[union-attr, index]
-            if value in found:  # else an input that was sent
-                found[node] = found[value]._replace(sent=True)
-        elif isinstance(read, fx.Node) and read in found:
-            found[node] = Origin(found[read].maker, node, found[read].sent)
+            if value in origin_of:  # else an input that was sent
+                origin_of[node] = origin_of[value]._replace(sent=True)
+        elif isinstance(read, fx.Node) and read in origin_of:
+            origin_of[node] = Origin(origin_of[read].maker, node, origin_of[read].sent)
         elif read is None:
-            found[node] = Origin(node, node)
-    return found
+            origin_of[node] = Origin(node, node)
+    return origin_of
 
 
 def to_networkx(program: ProgramBase) -> nx.DiGraph:
     """See `Program.graph`."""
     calls = {call.node: call for call in program.calls}
-    found = origins(program)
+    origin_of = origins(program)
     graph = nx.DiGraph()
-    for node, origin in found.items():
+    for node, origin in origin_of.items():
         if origin.maker is node:
             graph.add_node(node.name, **_attributes(program, node, calls.get(node.name)))
+        # a call's bytes are those of its results; their copies on other ranks are sent, not made
         if origin.maker is not node and not origin.sent and node.target is operator.getitem:
             graph.nodes[origin.maker.name]["bytes"] += node_bytes(node)
     for node in graph:
         for source in program.node(node).all_input_nodes:
-            if source in found:
-                _add(graph, found[source], node)
+            if source in origin_of:
+                _add(graph, origin_of[source], node)
     return graph
 
 
@@ -62,9 +63,9 @@ def _attributes(program: ProgramBase, node: fx.Node, call: Call | None) -> dict[
         name = getattr(node.target, "__name__", str(node.target))
         return {"kind": "op", "target": name, "flops": flops, "bytes": node_bytes(node)}
     flops = sum(graph_flops(program.body(call).graph).values())
-    known = {"unit": call.unit, "rank": call.rank, "seconds": call.seconds}
-    known = {name: value for name, value in known.items() if value is not None}
-    return {"kind": call.kind.value, "target": node.target, "flops": flops, "bytes": 0, **known}
+    details = {"unit": call.unit, "rank": call.rank, "seconds": call.seconds}
+    details = {name: value for name, value in details.items() if value is not None}
+    return {"kind": call.kind.value, "target": node.target, "flops": flops, "bytes": 0, **details}
 
 
 def _add(graph: nx.DiGraph, origin: Origin, reader: str) -> None:

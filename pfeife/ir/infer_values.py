@@ -36,9 +36,11 @@ def settle(program: AProgram) -> AProgram:
     """
     bodies = {str(program.node(call.node).target): program.body(call) for call in program.calls}
     opened = functools.cache(lambda: _torch.OpenValues(captured_sizes(program)))
-    every = {id(body): body for body in bodies.values()}  # calls may share one
-    known = {at: _settled(body, {}, opened) for at, body in every.items()}
-    module = _settled(program.module, {at: known[id(body)] for at, body in bodies.items()}, opened)
+    distinct = {id(body): body for body in bodies.values()}  # calls may share one
+    settled = {at: _settled(body, {}, opened) for at, body in distinct.items()}
+    module = _settled(
+        program.module, {at: settled[id(body)] for at, body in bodies.items()}, opened
+    )
     if module is program.module:
         return program
     limits = dict.fromkeys((*program.limits, *opened().assumed()))
@@ -68,8 +70,8 @@ def _runs_its_graph(module: fx.GraphModule) -> bool:
     if _torch.is_unwritten(module):
         return True
     code = module.graph.python_code("self")
-    mine = getattr(type(module).forward, "__globals__", {})
-    same = all(mine.get(name) is value for name, value in code.globals.items())
+    own_globals = getattr(type(module).forward, "__globals__", {})
+    same = all(own_globals.get(name) is value for name, value in code.globals.items())
     return same and code.src == module.code
 
 
@@ -96,7 +98,7 @@ class _Values:
 
     def told(self) -> dict[fx.Node, tuple[Any, Any]]:
         """The values that nodes are to have and have not, and the expressions of their sizes."""
-        found = {}
+        changed = {}
         for node in self.module.graph.nodes:
             if "val" in node.meta:
                 self.of[node], self.sizes[node] = node.meta["val"], node.meta.get("sizes")
@@ -104,8 +106,8 @@ class _Values:
                 self.of[node] = _attribute(self.module, node)
             elif node.op == "call_module" and _has_values(self.bodies[str(node.target)]):
                 results = returned(self.bodies[str(node.target)])
-                self.of[node] = fx.node.map_arg(results, lambda one: one.meta["val"])
-                self.parts[node] = fx.node.map_arg(results, lambda one: one.meta.get("sizes"))
+                self.of[node] = fx.node.map_arg(results, lambda result: result.meta["val"])
+                self.parts[node] = fx.node.map_arg(results, lambda result: result.meta.get("sizes"))
             if node.op == "call_module" or node.target in (send, receive):
                 self.again.add(node)  # these pass on what others have made
             if node.op == "call_function" and self._is_wanted(node):
@@ -114,9 +116,10 @@ class _Values:
                 if not same or _layout(value) != _layout(self.of[node]):
                     self.again.add(node)
                     self.of[node], self.sizes[node] = value, sizes
+                    # a message's node has no value of its own, but the parts that are read of it
                     if node.target not in (send, receive):
-                        found[node] = value, sizes
-        return found
+                        changed[node] = value, sizes
+        return changed
 
     def _is_wanted(self, node: fx.Node) -> bool:
         """Whether to tell a value (again); what a node has is kept where what it reads has none."""
@@ -124,7 +127,7 @@ class _Values:
             return False
         if node in self.of:
             reads = node.all_input_nodes
-            return not self.again.isdisjoint(reads) and all(one in self.of for one in reads)
+            return not self.again.isdisjoint(reads) and all(source in self.of for source in reads)
         return bool(node.users) or not inspect.isroutine(node.target)
 
     def _value(self, node: fx.Node) -> tuple[Any, Any]:
@@ -147,9 +150,9 @@ class _Values:
                 "large as it can be"
             ) from None
         if self.opened().sizes:  # to be with the others of its graph
-            mode = self._mode(*(self.of.get(one) for one in node.all_input_nodes))
+            mode = self._mode(*(self.of.get(source) for source in node.all_input_nodes))
             plain = pytree.tree_map_only(
-                torch.Tensor, lambda one: _torch.fake_on(one, one.device, mode), plain
+                torch.Tensor, lambda tensor: _torch.fake_on(tensor, tensor.device, mode), plain
             )
         return plain, sizes
 
@@ -160,7 +163,9 @@ class _Values:
     def _passed(self, node: fx.Node) -> tuple[Any, Any]:
         target: Any = node.target
         value = target(*fx.node.map_arg(node.args, self._read))
-        read = fx.node.map_arg(node.args, lambda one: self.parts.get(one, self.sizes.get(one)))
+        read = fx.node.map_arg(
+            node.args, lambda source: self.parts.get(source, self.sizes.get(source))
+        )
         if node.target is operator.getitem:
             return value, target(*read)
         self.parts[node] = target(*read)
@@ -199,6 +204,7 @@ class _Values:
 
     def _mode(self, *arguments: Any) -> _torch.FakeTensorMode:
         """That of the arguments, else of any value, else a new one."""
+        # torch refuses operations on fake tensors of several modes
         for values in (arguments, *self.of.values()):
             for value in pytree.tree_leaves(values):
                 if isinstance(value, _torch.FakeTensor):
@@ -213,6 +219,6 @@ def _has_values(body: fx.GraphModule) -> bool:
 def _layout(value: Any) -> list[Any]:
     """What costs and memory see of a value."""
     return [
-        (tuple(one.shape), one.dtype, one.device) if isinstance(one, torch.Tensor) else one
-        for one in pytree.tree_leaves(value)
+        (tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else leaf
+        for leaf in pytree.tree_leaves(value)
     ]

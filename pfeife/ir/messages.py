@@ -24,15 +24,15 @@ def holders(program: Program, *roles: Role) -> dict[str, set[Call]]:
     wanted = {port.fqn for port in program.ports(*(roles or (Role.PARAMETER, Role.GRADIENT)))}
     names = {p.name: p.fqn for p in program.ports(*kinds) if p.fqn in wanted}
     calls = {call.node: call for call in program.calls}
-    found: dict[str, set[Call]] = {}
+    calls_of: dict[str, set[Call]] = {}
     for node in program.module.graph.nodes:
         if node.name in names:
             users = [calls[user.name] for user in node.users if user.name in calls]
-            found.setdefault(names[node.name], set()).update(users)
+            calls_of.setdefault(names[node.name], set()).update(users)
     for name, value in returned(program.module).items():
         if name in names and call_of(value).name in calls:
-            found.setdefault(names[name], set()).add(calls[call_of(value).name])
-    return found
+            calls_of.setdefault(names[name], set()).add(calls[call_of(value).name])
+    return calls_of
 
 
 @attrs.frozen
@@ -58,7 +58,7 @@ def messages(program: Program) -> tuple[Message, ...]:
     program = absorb(program)
     calls = {call.node: call for call in program.calls}
     order = {call: index for index, call in enumerate(program.calls)}
-    found = []
+    sent = []
     for node in program.module.graph.nodes:
         if node.target is not send:
             continue
@@ -66,7 +66,7 @@ def messages(program: Program) -> tuple[Message, ...]:
         (received,) = node.users
         copies = sorted(received.users, key=lambda copy: copy.args[1])
         readers = [calls[user.name] for copy in copies for user in copy.users if user.name in calls]
-        found.append(
+        sent.append(
             Message(
                 sender=calls[values[0].args[0].name],
                 reader=min(readers, key=order.__getitem__).unit,
@@ -78,4 +78,4 @@ def messages(program: Program) -> tuple[Message, ...]:
                 bytes=sum(node_bytes(value) for value in values),
             )
         )
-    return tuple(found)
+    return tuple(sent)

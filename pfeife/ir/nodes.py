@@ -9,6 +9,7 @@ from pfeife import _torch
 
 
 def find_node(module: fx.GraphModule, name: str) -> fx.Node:
+    """The node of a graph with a name. Raises KeyError if there is none."""
     for node in module.graph.nodes:
         if node.name == name:
             return node
@@ -16,6 +17,7 @@ def find_node(module: fx.GraphModule, name: str) -> fx.Node:
 
 
 def output_node(module: fx.GraphModule) -> fx.Node:
+    """The node that says what a graph returns."""
     return next(node for node in reversed(module.graph.nodes) if node.op == "output")
 
 

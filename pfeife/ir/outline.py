@@ -177,6 +177,8 @@ class _Outliner:
         """Puts a node into a group's body, and what it reads from elsewhere into the reads. What
         nobody owns comes along, first, so that the members stay in an order in which they run."""
         members = self.members.setdefault(group, {})
+        # dicts rather than sets, whose order is another one in every process: arguments and results
+        # go by it
         reads = self.reads.setdefault(group, {})
         for source in node.all_input_nodes:
             if source in self.free or source in self.subgraphs:
@@ -211,6 +213,7 @@ class _Outliner:
                 "call_module", name, tuple(here[node] for node in self.reads[group]), name=name
             )
             calls.append(Call(call.name, group.kind, group.unit))
+            # Values keep their names: ports, plans and later passes go by them.
             for index, node in enumerate(results):
                 here[node] = graph.create_node(
                     "call_function", operator.getitem, (call, index), name=node.name
@@ -307,6 +310,7 @@ def read_by_backwards(program: Program) -> frozenset[str]:
     flat, groups = inline(program)
     roles = (*STATE_ROLES, Role.BATCH)
     names = {port.name for port in program.ports(*roles)}
+    # flat, so that a view which a forward hands over is a node like others, to be seen through
     later = [
         node
         for node in flat.module.graph.nodes

@@ -79,6 +79,7 @@ class Port:
 
     @property
     def fqn(self) -> str:
+        """The canonical one of its names."""
         return self.names[0]
 
     def shape_at(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -87,6 +88,7 @@ class Port:
 
     @property
     def bytes(self) -> int:
+        """Those of its value, as the program computes with it."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     @property
@@ -96,6 +98,7 @@ class Port:
 
     @property
     def given_bytes(self) -> int:
+        """Those of its value, as the program is given it."""
         return torch.Size(self.shape).numel() * self.given_dtype.itemsize
 
     def __str__(self) -> str:

@@ -28,6 +28,7 @@ class Operation:
 
     @property
     def target(self) -> Any:
+        """The function of torch.ops, or of Python, that it calls."""
         return self.node.target
 
     @property
@@ -37,9 +38,9 @@ class Operation:
 
     def make(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """A new node here, of the same line of the model."""
-        made = self.graph.call_function(target, args, kwargs)
-        made.meta = {name: one for name, one in self.node.meta.items() if name not in _TOLD}
-        return made
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta = {name: value for name, value in self.node.meta.items() if name not in _TOLD}
+        return node
 
 
 _TOLD = ("val", "sizes", "tensor_meta")  # of a value: told anew
@@ -55,16 +56,18 @@ def _rewritten(module: fx.GraphModule, function: Rewrite) -> fx.GraphModule:
     graph = fx.Graph()
     here: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
-        found = None
+        replacement = None
         if node.op == "call_function":
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), here.__getitem__)
-            found = function(Operation(node, args, kwargs, graph))
-        if found is not None and not (isinstance(found, fx.Node) and found.graph is graph):
+            replacement = function(Operation(node, args, kwargs, graph))
+        if replacement is not None and not (
+            isinstance(replacement, fx.Node) and replacement.graph is graph
+        ):
             raise ValueError(
-                f"the rewrite of {node.format_node()} gave {found!r}; it gives a node that "
+                f"the rewrite of {node.format_node()} gave {replacement!r}; it gives a node that "
                 "`make` has made or that is in the operation's arguments, or None to keep it"
             )
-        here[node] = found or graph.node_copy(node, here.__getitem__)
+        here[node] = replacement or graph.node_copy(node, here.__getitem__)
     return _torch.graph_module(module, graph, type(module).__name__)
 
 
@@ -77,10 +80,11 @@ def replace(
     """See `Program.replace`."""
 
     def change(module: fx.GraphModule) -> None:
-        found = subgraph_rewriter.replace_pattern_with_filters(module, pattern, replacement)
-        for one in found:
-            lines = {k: v for k, v in one.anchor.meta.items() if k not in _TOLD}
-            for node in one.replacements:
+        matches = subgraph_rewriter.replace_pattern_with_filters(module, pattern, replacement)
+        for match in matches:
+            lines = {k: v for k, v in match.anchor.meta.items() if k not in _TOLD}
+            # what is put in has no line of the model: it gets that of what it replaces
+            for node in match.replacements:
                 node.meta = lines | node.meta
 
     return edit(program, change, of)
@@ -98,6 +102,7 @@ def edit(program: AProgram, change: Edit, of: Where = "bodies") -> AProgram:
             module.add_submodule(target, new[id(body)])
     else:
         module = _edited(program.module, change)
+    # what was put in has no values yet, and the check of the ports looks at them
     result = settle(attrs.evolve(program, module=module))
     _check_ports(program, result)
     return result
@@ -105,8 +110,8 @@ def edit(program: AProgram, change: Edit, of: Where = "bodies") -> AProgram:
 
 def _edited(module: fx.GraphModule, change: Edit) -> fx.GraphModule:
     copy = _copy(module)
-    found = change(copy)
-    result = found if isinstance(found, fx.GraphModule) else copy
+    outcome = change(copy)
+    result = outcome if isinstance(outcome, fx.GraphModule) else copy
     result.graph.lint()
     result.recompile()
     return result
@@ -122,11 +127,11 @@ def _copy(module: fx.GraphModule) -> fx.GraphModule:
 
 def _check_ends(call: str, before: fx.GraphModule, after: fx.GraphModule) -> None:
     """A call passes what its body has taken, and takes what this has returned, by position."""
-    one, other = ((_arguments(body), len(returned(body))) for body in (before, after))
-    if one != other:
+    old, new = ((_arguments(body), len(returned(body))) for body in (before, after))
+    if old != new:
         raise ValueError(
-            f"the body of {call} took {one[0]} arguments and gave {one[1]} results, now {other[0]} "
-            f'and {other[1]}; to change what calls exchange, edit their graph too (of="calls")'
+            f"the body of {call} took {old[0]} arguments and gave {old[1]} results, now {new[0]} "
+            f'and {new[1]}; to change what calls exchange, edit their graph too (of="calls")'
         )
 
 
@@ -137,9 +142,9 @@ def _arguments(body: fx.GraphModule) -> int:
 def _check_ports(before: ProgramBase, after: ProgramBase) -> None:
     """Ports say what goes in and comes out: a pass that changes one changes the port too."""
     for name, node in returned(before.module).items():
-        found = returned(after.module).get(name)
-        if found is None or _form(found) != _form(node):
-            has = "is gone" if found is None else f"has become {_form(found)}"
+        new_node = returned(after.module).get(name)
+        if new_node is None or _form(new_node) != _form(node):
+            has = "is gone" if new_node is None else f"has become {_form(new_node)}"
             raise ValueError(
                 f"the rewrite changes the output {name}: it was {_form(node)} and {has}; cast or "
                 "reshape it back, for whoever runs the program goes by its ports"

@@ -26,6 +26,7 @@ def seeded(operation: Any, index: int, seed: torch.Tensor, *args: Any, **kwargs:
     """Runs a random operation with the generator seeded, and leaves the generator as it was."""
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
     device = torch.device(kwargs.get("device") or (tensors[0].device if tensors else "cpu"))
+    # there is nothing to draw on meta, so no generator is touched
     if device.type == "meta":
         return operation(*args, **kwargs)
     generator = _default_generator(device)
@@ -51,6 +52,6 @@ def is_random(operation: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     if torch.Tag.nondeterministic_seeded not in getattr(operation, "tags", ()):
         return False
     schema = operation._schema.arguments
-    given = {a.name: a.default_value for a in schema if a.has_default_value()}
-    given |= dict(zip((a.name for a in schema), args, strict=False)) | kwargs
-    return given.get("dropout_p", 1) != 0
+    arguments = {a.name: a.default_value for a in schema if a.has_default_value()}
+    arguments |= dict(zip((a.name for a in schema), args, strict=False)) | kwargs
+    return arguments.get("dropout_p", 1) != 0

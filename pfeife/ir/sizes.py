@@ -28,8 +28,8 @@ def sizes_in(program: AProgram, values: Mapping[str, Any]) -> dict[str, int]:
     if not program.ports(Role.SIZE):
         return {}
     open_ports = {p.name for p in program.inputs if p.role == Role.SIZE or p.sizes}
-    known = {n: v for n, v in values.items() if n in open_ports and v is not None}
-    shapes = {n: v if isinstance(v, int) else tuple(v.shape) for n, v in known.items()}
+    open_values = {n: v for n, v in values.items() if n in open_ports and v is not None}
+    shapes = {n: v if isinstance(v, int) else tuple(v.shape) for n, v in open_values.items()}
     return sizes_of_shapes(program, shapes)
 
 
@@ -37,20 +37,21 @@ def sizes_of_shapes(program: AProgram, shapes: Mapping[str, Any]) -> dict[str, i
     """The same from the shapes of tensors, and the numbers that are known."""
     ports = program.ports(Role.SIZE)
     wanted = {_torch.name_of_size(port.name): port.name for port in ports}
-    found = {name: int(shapes[name]) for name in wanted.values() if name in shapes}
+    sizes = {name: int(shapes[name]) for name in wanted.values() if name in shapes}
     for port in program.inputs:
         shape = shapes.get(port.name, ()) if port.sizes else ()
         for size, number in zip(port.sizes or (), shape, strict=False):
             name = wanted.get(size)
-            if name is not None and found.setdefault(name, number) != number:
+            if name is not None and sizes.setdefault(name, number) != number:
                 raise ValueError(
                     f"{port.role} {port.fqn} {list(shape)}: its sizes are to be "
-                    f"{list(port.sizes or ())}, and {name} is {found[name]}"
+                    f"{list(port.sizes or ())}, and {name} is {sizes[name]}"
                 )
-    missing = sorted(set(wanted.values()) - found.keys())
+    # Only a size that is a plain name has told it: other expressions would have to be solved.
+    missing = sorted(set(wanted.values()) - sizes.keys())
     if missing:
         raise ValueError(f"nothing tells the sizes {missing} of the program: pass them by name")
-    return found
+    return sizes
 
 
 def with_sizes(program: AProgram, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,19 +68,19 @@ def numbers_of_sizes(program: AProgram, graph: fx.Graph, of_tensors: bool = Fals
     """The names of size ports in the graph of a program or a body of it, and of the numbers that
     are computed of nothing else; `of_tensors`: or of sizes that tensors in it have."""
     sizes = {port.name for port in program.ports(Role.SIZE)}
-    found: set[str] = set()
+    numbers: set[str] = set()
     for node in graph.nodes:
         read = [source.name for source in node.all_input_nodes]
-        of_sizes = bool(read) and is_number(node) and found.issuperset(read)
+        of_sizes = bool(read) and is_number(node) and numbers.issuperset(read)
         is_port = is_source(node) and node.name in sizes
         if of_sizes or is_port or (of_tensors and node.target is _SIZE):
-            found.add(node.name)
-    return found
+            numbers.add(node.name)
+    return numbers
 
 
 def broken_limit(program: AProgram, sizes: Mapping[str, int]) -> str:
     """Which limit of a program such sizes break, "" if none."""
-    broken = (str(one) for one in program.limits if not _torch.holds(one, sizes))
+    broken = (str(limit) for limit in program.limits if not _torch.holds(limit, sizes))
     return next(broken, "")
 
 
@@ -121,7 +122,9 @@ def _settled(module: fx.GraphModule, sizes: Mapping[str, int]) -> fx.GraphModule
         if node.op == "output":
             continue
         read = [here[source] for source in node.all_input_nodes]
-        is_known = is_number(node) and read and not any(isinstance(one, fx.Node) for one in read)
+        is_known = (
+            is_number(node) and read and not any(isinstance(value, fx.Node) for value in read)
+        )
         if is_known or node.target is _SIZE or (node.op == "placeholder" and node.name in sizes):
             here[node] = node.meta["val"]
             continue

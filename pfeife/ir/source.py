@@ -40,12 +40,12 @@ def _ports(program: ProgramBase) -> list[str]:
 def _main(program: ProgramBase) -> str:
     """Runs the program on zeros, so that the file is a script."""
     sizes = captured_sizes(program)
-    given = ",\n        ".join(
+    arguments = ",\n        ".join(
         str(sizes[port.name]) if port.name in sizes else _zeros(port) for port in program.inputs
     )
     return (
         'if __name__ == "__main__":\n'
-        f"    results = Program()(\n        {given},\n    )\n"
+        f"    results = Program()(\n        {arguments},\n    )\n"
         "    for name, value in results.items():\n"
         "        print(name, value.dtype, list(value.shape))\n"
     )
@@ -71,8 +71,12 @@ class _Writer:
                 self._needs(alias, value)
         held = {str(n.target) for n in module.graph.nodes if n.op in ("get_attr", "call_module")}
         sets = [f"self.{target} = {self._held(name, module, target)}" for target in sorted(held)]
-        made = ["def __init__(self):", "    super().__init__()", *(f"    {one}" for one in sets)]
-        lines = [*made, "", *code.src.strip("\n").splitlines()]
+        constructor = [
+            "def __init__(self):",
+            "    super().__init__()",
+            *(f"    {assignment}" for assignment in sets),
+        ]
+        lines = [*constructor, "", *code.src.strip("\n").splitlines()]
         indented = "\n".join(f"    {line}".rstrip() for line in lines)
         self.classes.append(f"class {name}(torch.nn.Module):\n{indented}\n")
 

@@ -12,5 +12,5 @@ def underflows(program: Program) -> bool:
     step may run again, with another gradient of its loss."""
     bodies = [program.body(call) for call in program.calls if call.kind != Kind.FORWARD]
     values = (value_of(node) for body in bodies for node in body.graph.nodes)
-    dtypes = {one.dtype for one in values if one is not None and one.is_floating_point()}
+    dtypes = {value.dtype for value in values if value is not None and value.is_floating_point()}
     return any(torch.finfo(d).tiny > torch.finfo(torch.float32).tiny for d in dtypes)

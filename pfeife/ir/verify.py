@@ -55,8 +55,8 @@ def _wrong_ports(program: Program) -> Iterator[str]:
     for port in program.inputs:
         if port.role not in INPUT_ROLES:
             yield f"input {port.name} has the role {port.role}"
-    others = (Role.TANGENT, Role.SEED, Role.SIZE)
-    state = Counter(p.fqn for p in program.inputs if p.role not in others)
+    exempt = (Role.TANGENT, Role.SEED, Role.SIZE)
+    state = Counter(p.fqn for p in program.inputs if p.role not in exempt)
     for name, count in state.items():
         if count > 1:
             yield f"{count} inputs have the name {name}"
@@ -100,12 +100,14 @@ def _wrong_sizes(program: Program) -> Iterator[str]:
         if type(number) is not int:
             yield f"the size {name} is {number} in the capture"
             return
-    graphs = [one.graph for one in program.module.modules() if isinstance(one, fx.GraphModule)]
+    graphs = [
+        module.graph for module in program.module.modules() if isinstance(module, fx.GraphModule)
+    ]
     for node in (node for graph in graphs for node in graph.nodes if "sizes" in node.meta):
-        value, said = value_of(node), node.meta["sizes"]
+        value, expressions = value_of(node), node.meta["sizes"]
         layout = None if value is None else (tuple(value.shape), value.stride())
-        if layout is None or _told(_layout_at, said, sizes) != layout:
-            yield f"{node.name} has the sizes {said}, and was captured with {layout}"
+        if layout is None or _told(_layout_at, expressions, sizes) != layout:
+            yield f"{node.name} has the sizes {expressions}, and was captured with {layout}"
     for port in (*program.inputs, *program.outputs):
         if port.sizes is not None and _told(_torch.sizes_at, port.sizes, sizes) != port.shape:
             yield f"port {port.name} has the sizes {port.sizes}, and was captured with {port.shape}"
@@ -118,10 +120,10 @@ def _layout_at(layout: Any, sizes: Mapping[str, int]) -> tuple[Any, ...]:
     return tuple(_torch.sizes_at(numbers, sizes) for numbers in layout)
 
 
-def _told(function: Callable[..., Any], said: Any, sizes: Mapping[str, Any]) -> Any:
+def _told(function: Callable[..., Any], expressions: Any, sizes: Mapping[str, Any]) -> Any:
     """What a function makes of expressions; None if they are none of these sizes."""
     try:
-        return function(said, sizes)
+        return function(expressions, sizes)
     except (ValueError, TypeError, AttributeError, ArithmeticError):  # sympy's
         return None
 
@@ -165,5 +167,5 @@ def _rank_of(
         return int(node.args[2 if node.target is receive else 1])  # type: ignore[arg-type]
     if node.op == "call_module":
         return ranks.get(node.name)
-    known = (rank_of[source] for source in node.all_input_nodes)
-    return next((rank for rank in known if rank is not None), None)
+    source_ranks = (rank_of[source] for source in node.all_input_nodes)
+    return next((rank for rank in source_ranks if rank is not None), None)

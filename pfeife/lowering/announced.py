@@ -34,6 +34,7 @@ class Announced(Envelope):
         return tuple(value for index, value in enumerate(values) if index not in self.told)
 
     def kept(self, index: int) -> bool:
+        # A buffer that is used again has one size, and those of announced values differ.
         return index not in self.told and super().kept(index)
 
     def check(self, values: Tensors) -> None:
@@ -42,38 +43,39 @@ class Announced(Envelope):
 
     def pack(self, values: Tensors) -> list[torch.Tensor]:
         self.check(values)
-        told = tuple(values[index] for index in self.told)
-        layouts = tuple(map(Layout.of, told))
-        numbers = [number for one in layouts for number in (*one.shape, *one.strides)]
-        header = torch.tensor(numbers, device=told[0].device)
+        announced = tuple(values[index] for index in self.told)
+        layouts = tuple(map(Layout.of, announced))
+        numbers = [number for layout in layouts for number in (*layout.shape, *layout.strides)]
+        header = torch.tensor(numbers, device=announced[0].device)
         first = self.opening.pack((*self._others(values), header))
-        return [*first, *Envelope(layouts).pack(told)]
+        return [*first, *Envelope(layouts).pack(announced)]
 
     def whole(self, arrived: Tensors, bring: Callable[[Envelope], Tensors]) -> Tensors:
-        known, told = iter(arrived), iter(bring(self._rest(arrived[-1])))
-        return tuple(next(told if i in self.told else known) for i in range(len(self.layouts)))
+        # the header came last, after the values of known sizes; both kinds keep their order
+        opening, rest = iter(arrived), iter(bring(self._rest(arrived[-1])))
+        return tuple(next(rest if i in self.told else opening) for i in range(len(self.layouts)))
 
     def _rest(self, header: torch.Tensor) -> Envelope:
         """What travels after the opening. Raises ValueError for numbers that are no sizes."""
         numbers, layouts = iter(header.tolist()), []
-        for one in self._layouts:
-            shape, strides = ([next(numbers) for _ in one.shape] for _ in range(2))
+        for layout in self._layouts:
+            shape, strides = ([next(numbers) for _ in layout.shape] for _ in range(2))
             if min(shape) < 0 or min(strides) < 0:
                 raise ValueError(f"a size of {shape} and strides of {strides} have arrived")
-            layouts.append(Layout(tuple(shape), tuple(strides), one.dtype).dense())
+            layouts.append(Layout(tuple(shape), tuple(strides), layout.dtype).dense())
         return Envelope(tuple(layouts))
 
 
-def envelope_of(values: Sequence[torch.Tensor], told: Sequence[int] = ()) -> Envelope:
+def envelope_of(values: Sequence[torch.Tensor], announced: Sequence[int] = ()) -> Envelope:
     """How values travel that are laid out like these, of which data decide the sizes of those
-    `told`."""
-    return envelope_with(tuple(map(Layout.of, values)), told)
+    `announced`."""
+    return envelope_with(tuple(map(Layout.of, values)), announced)
 
 
-def envelope_with(layouts: tuple[Layout, ...], told: Sequence[int] = ()) -> Envelope:
-    """How values of such layouts travel, of which data decide the sizes of those `told`."""
-    return Announced(layouts, tuple(told)) if told else Envelope(layouts)
+def envelope_with(layouts: tuple[Layout, ...], announced: Sequence[int] = ()) -> Envelope:
+    """How values of such layouts travel, of which data decide the sizes of those `announced`."""
+    return Announced(layouts, tuple(announced)) if announced else Envelope(layouts)
 
 
 def _numbers(layouts: Sequence[Layout]) -> Layout:
-    return Layout((2 * sum(len(one.shape) for one in layouts),), (1,), torch.int64)
+    return Layout((2 * sum(len(layout.shape) for layout in layouts),), (1,), torch.int64)

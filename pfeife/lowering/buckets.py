@@ -38,6 +38,7 @@ class Bucket:
 
     @property
     def members(self) -> int:
+        """How many ranks, of all replicas, have parts of its gradients."""
         return self.first.replicas * len(self.first.ranks)
 
     @property
@@ -52,13 +53,14 @@ class Bucket:
 
     def share(self, replica: int) -> tuple[int, ...]:
         """The places of the gradients whose sums a replica gets."""
-        owners = enumerate(one.owner for one in self.reductions)
+        owners = enumerate(reduction.owner for reduction in self.reductions)
         return tuple(place for place, owner in owners if owner in (None, replica))
 
     def piece(self, replica: int) -> int:
         """How many elements each member of a replica adds up."""
         if self.owned:
             return sum(self.elements[place] for place in self.share(replica))
+        # equal pieces, rounded up: the gradients lie in a row, and a piece may begin within one
         return -(-sum(self.elements) // self.members)
 
     @property
@@ -84,49 +86,54 @@ class Bucket:
         return reducing_seconds(self.members, self.bytes, self.owned, machine)
 
 
-def reducing_seconds(members: int, size: int, kept: bool, machine: Machine) -> float:
+def reducing_seconds(members: int, size: int, owned: bool, machine: Machine) -> float:
     """What `size` bytes take over a machine's links: each of n members sends (n - 1) / n of its
-    bytes in n - 1 messages, and once more what it has added up, unless that is `kept` (the ring
-    all-reduce of Patarasuk and Yuan, JPDC 2009, sends as much)."""
-    others, rounds = members - 1, 1 if kept else 2
-    each = others * machine.link_latency + others / members * size / machine.link_bandwidth
-    return rounds * each
+    bytes in n - 1 messages, and once more what it has added up, unless the sums are `owned`
+    (the ring all-reduce of Patarasuk and Yuan, JPDC 2009, sends as much)."""
+    peers, rounds = members - 1, 1 if owned else 2
+    round_seconds = peers * machine.link_latency + peers / members * size / machine.link_bandwidth
+    return rounds * round_seconds
 
 
 def owned_bytes(program: Program, rank: int) -> Counter[int]:
     """The bytes of gradients on a rank of a pipeline that each replica alone gets."""
     sizes = {port.fqn: port.bytes for port in program.ports(Role.GRADIENT)}
-    found = Counter(dict.fromkeys(range(program.replicas), 0))
-    for one in program.reductions:
-        if one.owner is not None and rank in one.ranks:
-            found[one.owner] += sizes[one.name]
-    return found
+    bytes_of = Counter(dict.fromkeys(range(program.replicas), 0))
+    for reduction in program.reductions:
+        if reduction.owner is not None and rank in reduction.ranks:
+            bytes_of[reduction.owner] += sizes[reduction.name]
+    return bytes_of
 
 
 def largest_share(program: Program, ranks: int) -> float:
     """How many times an even share of a rank's owned gradients the most is that one replica has of
     them, on the worst of so many ranks: 1 where none are owned. A parameter is never cut, so that
     one which is larger than a share makes it more."""
-    every = [owned_bytes(program, rank) for rank in range(ranks)]
-    owned = [one for one in every if one.total()]
-    return max((max(one.values()) * len(one) / one.total() for one in owned), default=1.0)
+    per_rank = [owned_bytes(program, rank) for rank in range(ranks)]
+    owned = [shares for shares in per_rank if shares.total()]
+    return max(
+        (max(shares.values()) * len(shares) / shares.total() for shares in owned), default=1.0
+    )
 
 
 def buckets_of(program: Program) -> tuple[Bucket, ...]:
     """The buckets of a program's reductions, in their order."""
-    made = returned(program.module)
+    results = returned(program.module)
     first: dict[str, Port] = {}
     for port in program.ports(Role.GRADIENT):
         first.setdefault(port.fqn, port)
     together: dict[int | str, list[Reduction]] = {}
-    for one in program.reductions:
-        together.setdefault(one.name if one.bucket is None else one.bucket, []).append(one)
+    for reduction in program.reductions:
+        together.setdefault(
+            reduction.name if reduction.bucket is None else reduction.bucket, []
+        ).append(reduction)
     return tuple(
-        _bucket(mine, [first[one.name] for one in mine], made) for mine in together.values()
+        _bucket(reductions, [first[reduction.name] for reduction in reductions], results)
+        for reductions in together.values()
     )
 
 
-def _bucket(reductions: Iterable[Reduction], ports: list[Port], made: dict) -> Bucket:
-    sparse = made[ports[0].name].meta["val"].layout != torch.strided
+def _bucket(reductions: Iterable[Reduction], ports: list[Port], results: dict) -> Bucket:
+    sparse = results[ports[0].name].meta["val"].layout != torch.strided
     shapes = tuple(port.shape for port in ports)
     return Bucket(tuple(reductions), shapes, ports[0].dtype, sparse)

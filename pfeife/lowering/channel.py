@@ -28,13 +28,14 @@ class Channel:
 
         None is posted before the sizes of one that is sent before it are known.
         """
-        found = posted_ahead([envelope.bytes for envelope in self.envelopes], self.most)
+        counts = posted_ahead([envelope.bytes for envelope in self.envelopes], self.most)
         border = len(self.envelopes)
         for taken in reversed(range(len(self.envelopes))):
+            # the first message from here on that announces sizes is the last that may be posted
             if self.envelopes[taken].opening is not self.envelopes[taken]:
                 border = taken + 1
-            found[taken] = min(found[taken], border)
-        return found
+            counts[taken] = min(counts[taken], border)
+        return counts
 
 
 def posted_ahead(sizes: Sequence[int], most: int = MOST) -> list[int]:
@@ -48,13 +49,13 @@ def posted_ahead(sizes: Sequence[int], most: int = MOST) -> list[int]:
         taken     0  1  2  3  4 ...     for messages of a quarter of `AHEAD`
         posted    4  4  6  6  8 ...
     """
-    found, posted, ahead = [], 0, 0
+    counts, posted, ahead = [], 0, 0
     for taken in range(len(sizes) + 1):
         if posted - taken <= max(ahead // 2, FEWEST - 1):
             posted = _filled(sizes, taken, posted, most)
             ahead = posted - taken
-        found.append(posted)
-    return found
+        counts.append(posted)
+    return counts
 
 
 def _filled(sizes: Sequence[int], taken: int, posted: int, most: int = MOST) -> int:

@@ -62,11 +62,13 @@ class _Clocks:
         return None
 
     def _learn(self, rank: int, clock: Sequence[int]) -> None:
+        # that of the receive itself, which is counted after this
         index = self.clocks[rank][rank]
         merged = list(map(max, self.clocks[rank], clock))
         self.clocks[rank] = merged
         for destination, arrivals in self.waiting[rank].items():
             count = 0
+            # a clock counts actions, so it is past the index of a receive that is done
             while arrivals and arrivals[0] < merged[destination]:
                 arrivals.popleft()
                 count += 1

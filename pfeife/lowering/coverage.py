@@ -41,7 +41,9 @@ def check_coverage(schedule: Schedule, wiring: Wiring) -> None:
 
 def _by_time(reductions: Iterable[Reduction]) -> dict[tuple[int, tuple[int, ...]], Reduction]:
     """One for each rank and stages that have parts in it."""
-    return {(rank, one.stages): one for one in reductions for rank in one.ranks}
+    return {
+        (rank, reduction.stages): reduction for reduction in reductions for rank in reduction.ranks
+    }
 
 
 def _check_reduced(rank: int, actions: Sequence[Action], reduction: Reduction) -> None:
@@ -86,6 +88,7 @@ class _Steps:
         if key not in self.known:
             does = frozenset(self._names(action))
             reads = {_maker(source) for name in does for source in self._reads(name)}
+            # a whole backward may run two calls, of which one reads what the other makes
             self.known[key] = _Step(frozenset(name for name in reads if name) - does, does)
         return self.known[key]
 

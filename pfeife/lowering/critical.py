@@ -39,9 +39,9 @@ class _Walk:
         self.before: dict[tuple[int, int], int] = {}  # the reduction before one, on its rank
         last: dict[int, int] = {}
         for event in timeline.events:
-            mine, action = self.ranks.setdefault(event.rank, []), event.action
-            place = event.rank, len(mine)
-            mine.append(event)
+            events, action = self.ranks.setdefault(event.rank, []), event.action
+            place = event.rank, len(events)
+            events.append(event)
             if action.do in SENDS:
                 self.sent[received_as(action)] = place
             elif action.do == Do.REDUCE_GRAD:
@@ -49,9 +49,9 @@ class _Walk:
                 if event.rank in last:
                     self.before[place] = last[event.rank]
                 last[event.rank] = place[1]
-        ends = ((e.end, r, at) for r, mine in self.ranks.items() for at, e in enumerate(mine))
-        found = max(ends, default=None)
-        self.at = found and found[1:]
+        ends = ((e.end, r, at) for r, events in self.ranks.items() for at, e in enumerate(events))
+        latest = max(ends, default=None)
+        self.at = latest and latest[1:]
         self.ended = True  # whether what comes next waits for a reduction's end, or its beginning
 
     def back(self) -> Event:
@@ -62,6 +62,7 @@ class _Walk:
         if event.action.do == Do.REDUCE_GRAD:
             if self.ended:
                 return self._reduction(event)
+            # the path has what the reduction took of the rank's time: the rest of it ran beside
             event = attrs.evolve(event, end=self._goes_on(event))
         elif event.action.do in RECEIVES and event.end > self._goes_on(event):
             rank, at = self.sent[event.action]
@@ -73,10 +74,10 @@ class _Walk:
         """A reduction until its end, from where the last rank comes to it."""
         came = []
         for rank, at in self.begun[event.action]:
-            mine, before = self.ranks[rank], self.before.get((rank, at))
-            came.append((mine[at].start, False, rank, at - 1))
+            events, before = self.ranks[rank], self.before.get((rank, at))
+            came.append((events[at].start, False, rank, at - 1))
             if before is not None:
-                came.append((mine[before].end, True, rank, before))
+                came.append((events[before].end, True, rank, before))
         start, ended, rank, at = max(came)
         self._go(rank, at, ended)
         return attrs.evolve(event, start=start)

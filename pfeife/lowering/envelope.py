@@ -30,15 +30,18 @@ class Layout:
 
     @staticmethod
     def of(value: torch.Tensor) -> "Layout":
+        """How a value like this one lies in a message."""
         return Layout(tuple(value.shape), value.stride(), value.dtype).dense()
 
     def dense(self) -> "Layout":
         """The same values without gaps, in the same order."""
+        # empty_like keeps the order of strides and leaves no gaps; nothing is allocated on meta
         meta = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
         return attrs.evolve(self, strides=torch.empty_like(meta).stride())
 
     @cached_property
     def bytes(self) -> int:
+        """What a value takes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     @property
@@ -53,6 +56,7 @@ class Layout:
         return meta.is_contiguous() and self.dtype in _SENT_AS_IS
 
     def empty(self, device: torch.device | None) -> torch.Tensor:
+        """New memory for such a value."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
 
     def flat(self, value: torch.Tensor) -> torch.Tensor:
@@ -96,14 +100,17 @@ class Envelope:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
+        """The bytes of each value."""
         return tuple(layout.bytes for layout in self.layouts)
 
     @cached_property
     def pieces(self) -> tuple[tuple[int, ...], ...]:
+        """The indices of the values that travel together, piece by piece."""
         return pieces_of(self.sizes)
 
     @cached_property
     def bytes(self) -> int:
+        """What the buffers of all pieces take."""
         return sum(self.piece_bytes(piece) for piece in self.pieces)
 
     @cached_property
@@ -169,9 +176,9 @@ class Envelope:
         for piece in self.pieces:
             if len(piece) == 1:
                 layout = self.layouts[piece[0]]
-                one = large(layout) if large and self.kept(piece[0]) else layout.empty(device)
-                values[piece[0]] = one
-                buffers.append(layout.flat(one))
+                value = large(layout) if large and self.kept(piece[0]) else layout.empty(device)
+                values[piece[0]] = value
+                buffers.append(layout.flat(value))
                 continue
             buffers.append(self._piece(piece, device))
             offset = 0
@@ -183,6 +190,7 @@ class Envelope:
 
 def pieces_of(sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """Which values of a message (of so many bytes each) travel together, the packed ones first."""
+    # both ends work this out by themselves, so it goes by nothing but the sizes
     small = tuple(i for i, size in enumerate(sizes) if size <= PACKED)
     alone = [(i,) for i, size in enumerate(sizes) if size > PACKED]
     return (*((small,) if small else ()), *alone)

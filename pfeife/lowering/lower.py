@@ -29,17 +29,21 @@ class Transfer:
     bytes: int | None = None
 
     def send(self, microbatch: int | None) -> Action:
+        """The action that sends it for a microbatch."""
         do = Do.SEND_F if self.kind == Kind.FORWARD else Do.SEND_B
         return Action(self.stage, do, microbatch, self.peer)
 
     def receive(self, microbatch: int | None) -> Action:
+        """The action that receives it for a microbatch."""
         do = Do.RECV_F if self.kind == Kind.FORWARD else Do.RECV_B
         return Action(self.peer, do, microbatch, self.stage)
 
     def made_by(self, action: Action) -> bool:
+        """Whether an action computes what it sends."""
         return action.stage == self.stage and action.runs(self.kind)
 
     def read_by(self, action: Action) -> bool:
+        """Whether an action reads what arrives."""
         return any(action.stage == stage and action.runs(kind) for stage, kind in self.readers)
 
 
@@ -131,13 +135,13 @@ _Channels = dict[int, dict[int, list[tuple[Transfer, int | None]]]]
 def _by_action(
     transfers: Sequence[Transfer], concerns: Callable[[Transfer, Action], bool]
 ) -> _ByAction:
-    found: _ByAction = {}
+    by_action: _ByAction = {}
     for transfer in transfers:
         for stage in {transfer.stage, *(stage for stage, _ in transfer.readers)}:
             for do in (Do.FORWARD, *_BACKWARDS):
                 if concerns(transfer, Action(stage, do)):
-                    found.setdefault((stage, do), []).append(transfer)
-    return found
+                    by_action.setdefault((stage, do), []).append(transfer)
+    return by_action
 
 
 def _with_sends(schedule: Schedule, made: _ByAction) -> tuple[list[list[Action]], _Channels]:
@@ -209,17 +213,18 @@ def _with_reductions(
     #     result    2B1 2SEND_B1          0RECV_B1 0B1  0REDUCE_GRAD  2REDUCE_GRAD
     due = []
     for first, reductions in together.items():
-        if any(rank in one.ranks for one in reductions):
-            stages = {stage for one in reductions for stage in one.stages}
+        if any(rank in reduction.ranks for reduction in reductions):
+            stages = {stage for reduction in reductions for stage in reduction.stages}
             end = _last_gradient(actions, stages if overlap else None)
-            due.append(_Due(first, end, any(len(one.ranks) > 1 for one in reductions)))
+            due.append(_Due(first, end, any(len(reduction.ranks) > 1 for reduction in reductions)))
     before: dict[int, list[Action]] = {}
     position = 0
-    for one in sorted(due, key=lambda one: one.order):
-        position = max(position, one.end)
+    for group in sorted(due, key=lambda group: group.order):
+        # never before an earlier one: ranks that share several would wait for each other
+        position = max(position, group.end)
         while position < len(actions) and actions[position].do in SENDS:
             position += 1  # others wait for what is sent
-        before.setdefault(position, []).append(Action(one.first, Do.REDUCE_GRAD))
+        before.setdefault(position, []).append(Action(group.first, Do.REDUCE_GRAD))
     result: list[Action] = []
     for index, action in enumerate(actions):
         result += [*before.get(index, ()), action]

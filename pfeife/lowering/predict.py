@@ -63,7 +63,7 @@ def action_seconds(
     check_costs(program)
     wiring = Wiring(program)
     transfers = {
-        _key(sent): one.arriving for sent, one in travels(program, machine, network).items()
+        _key(sent): times.arriving for sent, times in travels(program, machine, network).items()
     }
     computing: dict[tuple, float] = {}
     reduced = reduction_seconds(program, _slowest(machine, between or network))
@@ -74,24 +74,24 @@ def action_seconds(
         if action.do == Do.REDUCE_GRAD:
             return reduced.get(action.stage, 0.0)
         first = action.microbatch == 0  # its gradients are the first of the sums
-        known = (action.stage, action.do, first)
-        if known not in computing:
-            computing[known] = sum(
+        key = (action.stage, action.do, first)
+        if key not in computing:
+            computing[key] = sum(
                 (call.seconds or 0.0) + (0.0 if first else call.accumulate_seconds)
                 for call in wiring.calls(action)
             )
-        return computing[known]
+        return computing[key]
 
     return seconds_of
 
 
 def reduction_seconds(program: Program, machine: Machine) -> dict[int, float]:
     """How long the reductions of an action take, by the stage that it is named after."""
-    found: dict[int, float] = {}
+    seconds_of: dict[int, float] = {}
     for bucket in buckets_of(program):
         stage = bucket.first.stages[0]
-        found[stage] = found.get(stage, 0.0) + bucket.seconds(machine)
-    return found
+        seconds_of[stage] = seconds_of.get(stage, 0.0) + bucket.seconds(machine)
+    return seconds_of
 
 
 def travels(
@@ -120,13 +120,13 @@ def occupied_seconds(
 ) -> Callable[[Action], float]:
     """What every send, receive and reduction of a program takes of its rank's time."""
     slowest = _slowest(machine, between or network)
-    found: dict[tuple, float] = {
+    occupied: dict[tuple, float] = {
         (stage, Do.REDUCE_GRAD, None): (1 - slowest.overlap) * seconds
         for stage, seconds in reduction_seconds(program, slowest).items()
     }
-    for sent, one in travels(program, machine, network).items():
-        found |= {_key(sent): one.sending, _key(received_as(sent)): one.receiving}
-    return lambda action: found[_key(action)]
+    for sent, times in travels(program, machine, network).items():
+        occupied |= {_key(sent): times.sending, _key(received_as(sent)): times.receiving}
+    return lambda action: occupied[_key(action)]
 
 
 def _key(transfer: Action) -> tuple:

@@ -31,10 +31,12 @@ class StageCosts:
 
     @property
     def backward(self) -> float:
+        """Seconds of a whole backward."""
         return self.input_backward + self.weight_backward
 
     @property
     def seconds(self) -> float:
+        """Seconds of all of it, forward and backward."""
         return self.forward + self.backward
 
     def of(self, do: Do) -> float:
@@ -119,9 +121,11 @@ class Problem:
 
     @property
     def ranks(self) -> int:
+        """How many ranks the stages are on."""
         return 1 + max(self.stage_ranks)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages on a rank, in ascending order."""
         return tuple(s for s, at in enumerate(self.stage_ranks) if at == rank)
 
     def smallest_memory(self, rank: int) -> float:
@@ -247,16 +251,18 @@ class _Run:
         """Does an action if all that it reads is on its way, or says whose turn it is."""
         stage, k, forward = action.stage, action.microbatch, action.do == Do.FORWARD
         start = self.clock[rank]
+        # a weight-backward reads what its own stage has kept, and nobody waits for it
         if action.do != Do.WEIGHT_BACKWARD:
             for source in self.inward[stage, forward]:
-                found = self.arrival.get((source, stage, k, forward))
-                if found is None:
+                arrival = self.arrival.get((source, stage, k, forward))
+                if arrival is None:
                     return self.stage_ranks[source]
-                start = max(start, found)
+                start = max(start, arrival)
         end = self.clock[rank] = start + self.stages[stage].of(action.do)
         if action.do != Do.WEIGHT_BACKWARD:
             for destination, channel, seconds in self.outward[stage, forward]:
                 arrives = end
+                # on one rank nothing travels; between two, one message after another
                 if channel[0] != channel[1]:
                     arrives = max(end, self.free[channel]) + seconds
                     self.free[channel] = arrives

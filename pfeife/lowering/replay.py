@@ -30,15 +30,16 @@ def replay(orders: Sequence[Sequence[Step]], advance: Callable[[int, Step], int 
     ready = deque(range(len(orders)))
     while ready:
         rank = ready.popleft()
-        order, at, other = orders[rank], reached[rank], None
-        while at < len(order) and (other := advance(rank, order[at])) is None:
+        order, at, blocker = orders[rank], reached[rank], None
+        while at < len(order) and (blocker := advance(rank, order[at])) is None:
             at += 1
         if at > reached[rank]:
             reached[rank] = at
             ready.extend(waiting.pop(rank, ()))
-        if other is not None:
-            awaited[rank] = other
-            waiting.setdefault(other, []).append(rank)
+        if blocker is not None:
+            awaited[rank] = blocker
+            waiting.setdefault(blocker, []).append(rank)
+    # whoever still waits here waits for ever: no rank is left that could go on
     stuck = {rank: awaited[rank] for ranks in waiting.values() for rank in ranks}
     if stuck:
         raise ValueError(f"the schedule deadlocks: {_described(orders, reached, stuck)}")
@@ -52,7 +53,7 @@ def _described(
     waits = nx.DiGraph(sorted(stuck.items()))
     circle = next(nx.simple_cycles(waits), None)
     if circle is None:
-        left = [rank for rank, other in sorted(stuck.items()) if other not in stuck]
+        left = [rank for rank, blocker in sorted(stuck.items()) if blocker not in stuck]
         return "; ".join(f"{place[rank]} for rank {stuck[rank]}, which has ended" for rank in left)
     first = circle.index(min(circle))
     ranks = [*circle[first:], *circle[:first]]
@@ -88,4 +89,6 @@ class Reductions(Generic[Value]):
 
 def reduced(schedule: Schedule) -> list[list[Action]]:
     """What every rank reduces, in its order: one after another, beside what it computes."""
-    return [[one for one in actions if one.do == Do.REDUCE_GRAD] for actions in schedule.ranks]
+    return [
+        [action for action in actions if action.do == Do.REDUCE_GRAD] for actions in schedule.ranks
+    ]

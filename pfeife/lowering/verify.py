@@ -40,6 +40,8 @@ def verify_schedule(
         _check_progress(insert_actions(schedule.computing(), moves), blocking)
     else:
         _check_progress(schedule, blocking)
+    # Reductions run beside the rest, one after another on every rank: ranks that have them in
+    # different orders would wait for each other, which the run above does not see.
     reductions = Reductions[None](schedule)
     replay(reduced(schedule), lambda rank, action: reductions.join(rank, action, None))
     return schedule
@@ -80,16 +82,18 @@ def _check_counts(schedule: Schedule, stage_ranks: Sequence[int]) -> None:
     for action in (a for actions in schedule.computing().ranks for a in actions):
         done[action.stage, action.microbatch].add(action.do)
     whole = [{Do.FORWARD, Do.BACKWARD}, {Do.FORWARD, Do.INPUT_BACKWARD, Do.WEIGHT_BACKWARD}]
-    if all(found == {Do.FORWARD} for found in done.values()):
+    if all(kinds == {Do.FORWARD} for kinds in done.values()):
         whole = [{Do.FORWARD}]
     microbatches = schedule.microbatches
     for stage, rank in enumerate(stage_ranks):
         for k in range(microbatches):
             if done[stage, k] not in whole:
-                found = ", ".join(f"{stage}{do}{k}" for do in sorted(done[stage, k])) or "nothing"
+                scheduled = (
+                    ", ".join(f"{stage}{do}{k}" for do in sorted(done[stage, k])) or "nothing"
+                )
                 raise ValueError(
-                    f"rank {rank}, stage {stage}, microbatch {k}: {found} is scheduled; expected "
-                    "F and B, or F, I and W (or F alone everywhere)"
+                    f"rank {rank}, stage {stage}, microbatch {k}: {scheduled} is scheduled; "
+                    "expected F and B, or F, I and W (or F alone everywhere)"
                 )
 
 
@@ -134,7 +138,9 @@ class _Done:
         return None
 
     def _computation(self, stage: int, do: Do, k: int | None) -> str | None:
-        if k is None or any(k <= self.latest.get((stage, one), -1) for one in _IN_ORDER[do]):
+        if k is None or any(
+            k <= self.latest.get((stage, computation), -1) for computation in _IN_ORDER[do]
+        ):
             return (
                 "microbatches of a stage run in ascending order, forwards and backwards each: "
                 "gradients are added up as they come, and a sum of floating-point numbers depends "
@@ -187,20 +193,21 @@ def _check_progress(schedule: Schedule, blocking: bool) -> None:
     done = [0] * len(schedule.ranks)
 
     def advance(rank: int, action: Action) -> int | None:
-        other = stage_ranks[action.peer] if action.peer is not None else rank
+        peer_rank = stage_ranks[action.peer] if action.peer is not None else rank
         if action.do in SENDS:
             received = received_as(action)
-            there = schedule.ranks[other]
-            if blocking and (done[other] == len(there) or there[done[other]] != received):
-                return other
-            channels[rank, other].append(received)
+            there = schedule.ranks[peer_rank]
+            # a send that blocks ends when the other rank has come to its receive
+            if blocking and (done[peer_rank] == len(there) or there[done[peer_rank]] != received):
+                return peer_rank
+            channels[rank, peer_rank].append(received)
         elif action.do in RECEIVES:
-            waiting = channels[other, rank]
+            waiting = channels[peer_rank, rank]
             if not waiting:
-                return other
+                return peer_rank
             if waiting[0] != action:
                 raise ValueError(
-                    f"rank {rank} expects {action} from rank {other}, which sends "
+                    f"rank {rank} expects {action} from rank {peer_rank}, which sends "
                     f"{waiting[0]} first: {around(schedule.ranks[rank], done[rank])}"
                 )
             waiting.popleft()

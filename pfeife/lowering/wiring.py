@@ -28,13 +28,14 @@ def summed_in_place(program: Program, call: Call) -> set[str]:
     ports: dict[fx.Node, list[Port]] = {}
     for port in program.outputs:
         ports.setdefault(results[port.name], []).append(port)
-    found, own = set(), own_results(body)
+    names, own = set(), own_results(body)
     for user in node.users:
-        mine = ports.get(user, [])
-        alone = len(mine) == 1 and mine[0].role == Role.GRADIENT
+        user_ports = ports.get(user, [])
+        # else the sum would show in another port, or to another reader, of the same storage
+        alone = len(user_ports) == 1 and user_ports[0].role == Role.GRADIENT
         if alone and len(user.users) == 1 and user.args[1] in own:
-            found.add(mine[0].name)
-    return found
+            names.add(user_ports[0].name)
+    return names
 
 
 def _layout(node: fx.Node, sizes: Mapping[str, int]) -> Layout:
@@ -58,6 +59,7 @@ class Wiring:
 
     @cached_property
     def messages(self) -> tuple[Message, ...]:
+        """Those of the program, in the order of the sends."""
         return messages(self.program)
 
     @cached_property
@@ -72,17 +74,17 @@ class Wiring:
 
     @cached_property
     def _of_unit(self) -> dict[int, list[Call]]:
-        found: dict[int, list[Call]] = {}
+        by_unit: dict[int, list[Call]] = {}
         for call in self.program.calls:
-            found.setdefault(call.unit, []).append(call)
-        return found
+            by_unit.setdefault(call.unit, []).append(call)
+        return by_unit
 
     @cached_property
     def _by_ends(self) -> dict[tuple[int, int | None, bool], Message]:
         """The messages by the stages at their ends, and whether a forward sends them."""
         return {
-            (one.sender.unit, one.reader, one.sender.kind == Kind.FORWARD): one
-            for one in reversed(self.messages)
+            (message.sender.unit, message.reader, message.sender.kind == Kind.FORWARD): message
+            for message in reversed(self.messages)
         }
 
     def calls(self, action: Action) -> list[Call]:
@@ -93,17 +95,17 @@ class Wiring:
         """The message that an action sends or receives. Raises ValueError if there is none."""
         sending = action.do in SENDS
         ends = (action.stage, action.peer) if sending else (action.peer, action.stage)
-        found = self._by_ends.get((*ends, action.do in (Do.SEND_F, Do.RECV_F)))
-        if found is None:
+        message = self._by_ends.get((*ends, action.do in (Do.SEND_F, Do.RECV_F)))
+        if message is None:
             raise ValueError(f"the program has no message for the action {action}")
-        return found
+        return message
 
     def envelope(self, message: Message, sizes: Mapping[str, int] = _PLANNED) -> Envelope:
         """How a message's values travel where the size ports have such values, by their names;
         those of the capture unless given."""
         nodes = [self.nodes[name] for name in message.values]
-        told = [index for index, node in enumerate(nodes) if is_sized_by_data(node)]
-        return envelope_with(tuple(_layout(node, sizes) for node in nodes), told)
+        announced = [index for index, node in enumerate(nodes) if is_sized_by_data(node)]
+        return envelope_with(tuple(_layout(node, sizes) for node in nodes), announced)
 
     def arguments(self, call: Call) -> tuple[str, ...]:
         """The names of the values that a call reads."""
@@ -137,13 +139,13 @@ class Wiring:
         state = self.program.ports(*STATE_ROLES)
         stays = {p.name for p in state if p.role != Role.BUFFER or p.fqn not in updated}
         stays |= {node.name for node in self.program.module.graph.nodes if node.op == "get_attr"}
-        known: dict[Action, tuple[str, ...]] = {}
+        touched: dict[Action, tuple[str, ...]] = {}
         last: dict[tuple[int | None, str], int] = {}
         for index, action in enumerate(actions):
             key = attrs.evolve(action, microbatch=None)
-            if key not in known:
-                known[key] = tuple(name for name in self.touched(key) if name not in stays)
-            last.update({(action.microbatch, name): index for name in known[key]})
+            if key not in touched:
+                touched[key] = tuple(name for name in self.touched(key) if name not in stays)
+            last.update({(action.microbatch, name): index for name in touched[key]})
         drops: list[list[str]] = [[] for _ in actions]
         for (_, name), index in last.items():
             drops[index].append(name)

@@ -46,14 +46,14 @@ def passes_of(
     more: Passes | None = None,
 ) -> tuple[Pass, ...]:
     """The passes that `apply` makes of a program of clusters, for `record`."""
-    given = replicas_of(replicas)
-    mesh = Mesh(len(plan.schedule.ranks), given.count)
+    replication = replicas_of(replicas)
+    mesh = Mesh(len(plan.schedule.ranks), replication.count)
     stages, ranks = ((more or {}).get(level, ()) for level in ("stages", "ranks"))
     return (
         *_cut(plan, program),
         *stages,
         insert_send_recv(owners=owners),
-        dp_wrap(mesh, given),
+        dp_wrap(mesh, replication),
         *ranks,
     )
 
@@ -62,7 +62,7 @@ def _cut(plan: Plan, program: Program) -> tuple[Pass, ...]:
     """Stages. What is recomputed is known of whole backwards: which part repeats it comes out when
     they are split."""
     are_split = any(call.kind == Kind.INPUT_BACKWARD for call in program.calls)
-    wanted = any(one.do == Do.INPUT_BACKWARD for rank in plan.schedule.ranks for one in rank)
+    wanted = any(action.do == Do.INPUT_BACKWARD for rank in plan.schedule.ranks for action in rank)
     trains = any(call.kind != Kind.FORWARD for call in program.calls)
     if are_split and plan.recompute:
         return join_backward(), partition(plan), split_backward()

@@ -68,14 +68,14 @@ def totals(program: Program) -> Totals:
     for message in messages(program):
         sent[message.source, message.destination] += message.bytes
     seconds = [call.seconds for call in program.calls]
-    known = [one for one in seconds if one is not None]
+    costs = [cost for cost in seconds if cost is not None]
     return Totals(
         operations=sum(_computes(node) for graph in graphs for node in graph.nodes),
         flops=sum(flops_of(program).values()),
         calls=dict(Counter(call.kind.value for call in program.calls)),
         cuts=_cuts(program),
         sent=dict(sorted(sent.items())),
-        seconds=sum(known) if known and len(known) == len(seconds) else None,
+        seconds=sum(costs) if costs and len(costs) == len(seconds) else None,
     )
 
 
@@ -103,15 +103,16 @@ def _cuts(program: Program) -> tuple[int, ...]:
     """The bytes of the values that cross the border below unit 1, 2 and so on, each once."""
     program = absorb(program)
     units = {call.node: call.unit for call in program.calls}
-    found = origins(program)
+    origin_of = origins(program)
     ends: dict[fx.Node, set[int]] = {}
     for node in program.module.graph.nodes:
         for source in node.all_input_nodes if node.name in units else ():
-            if source in found and found[source].maker.name in units:
-                value = found[source].value
-                ends.setdefault(value, {units[found[source].maker.name]}).add(units[node.name])
+            if source in origin_of and origin_of[source].maker.name in units:
+                value = origin_of[source].value
+                ends.setdefault(value, {units[origin_of[source].maker.name]}).add(units[node.name])
     steps = [0] * (program.units + 1)
     for value, met in ends.items():
+        # it crosses every border between the lowest and the highest unit that have to do with it
         steps[min(met)] += node_bytes(value)
         steps[max(met)] -= node_bytes(value)
     return tuple(accumulate(steps))[: max(0, program.units - 1)]

@@ -17,7 +17,7 @@ LEVELS = ("flat", "clusters", "stages", "ranks")
 
 def compose(*passes: Pass) -> Pass:
     """One pass that applies the given ones from left to right."""
-    return lambda program: reduce(lambda current, one: one(current), passes, program)
+    return lambda program: reduce(lambda current, pass_: pass_(current), passes, program)
 
 
 @attrs.frozen(eq=False)
@@ -49,8 +49,8 @@ class History(tuple[Recorded, ...]):
     __slots__ = ()
 
     def __str__(self) -> str:
-        width = max((len(one.maker) for one in self), default=0)
-        return "\n".join(f"{one.maker:{width}}  {one.totals}" for one in self)
+        width = max((len(entry.maker) for entry in self), default=0)
+        return "\n".join(f"{entry.maker:{width}}  {entry.totals}" for entry in self)
 
     __repr__ = __str__
 
@@ -66,19 +66,19 @@ def record(
     >>> flat = pfeife.capture(lambda x: net(x).square().mean(), torch.ones(2, 4))
     >>> plan = pfeife.Plan((0, 1), sched.families.one_f_one_b(2, 4))
     >>> history = pfeife.record(flat, pfeife.fuse(), pfeife.partition(plan), start="capture")
-    >>> [(one.maker, one.program.units) for one in history]
+    >>> [(entry.maker, entry.program.units) for entry in history]
     [('capture', 0), ('fuse', 2), ('partition', 2)]
     """
     history = [Recorded(start, program)]
-    for done, one in enumerate(passes):
+    for done, pass_ in enumerate(passes):
         before = history[-1].program
-        history.append(Recorded(pass_name(one), verify(one(before)), before, one))
+        history.append(Recorded(pass_name(pass_), verify(pass_(before)), before, pass_))
         if progress:
             progress(done + 1, len(passes))
     return History(history)
 
 
-def pass_name(one: Pass) -> str:
+def pass_name(pass_: Pass) -> str:
     """A pass's name, or that of the function that has made it or is called."""
-    named = one.func if isinstance(one, partial) else one
+    named = pass_.func if isinstance(pass_, partial) else pass_
     return getattr(named, "__qualname__", type(named).__name__).split(".")[0]

@@ -48,13 +48,13 @@ def defer_batch_norm() -> Pass:
             if node.op != "output":
                 here[node] = graph.node_copy(node, here.__getitem__)
                 if node in norms:
-                    given = {**_given(here[node]), "momentum": 1.0}
-                    here[node].args, here[node].kwargs = tuple(map(given.get, _names(node))), {}
+                    arguments = {**_given(here[node]), "momentum": 1.0}
+                    here[node].args, here[node].kwargs = tuple(map(arguments.get, _names(node))), {}
         graph.output({name: here[node] for name, node in returned(program.module).items()})
         graph.eliminate_dead_code(has_effects)
         module = _torch.graph_module(program.module, graph)
-        found = (*program.tracked, *norms.values())
-        return attrs.evolve(program, module=module, tracked=found)
+        tracked = (*program.tracked, *norms.values())
+        return attrs.evolve(program, module=module, tracked=tracked)
 
     return run
 
@@ -67,19 +67,20 @@ def _names(norm: fx.Node) -> list[str]:
 
 def _given(norm: fx.Node) -> dict[str, Any]:
     """What a norm is given, by the names of its arguments."""
+    # the second of `_NORMS` has no such argument: it always trains
     return {"training": True, **dict(zip(_names(norm), norm.args, strict=False)), **norm.kwargs}
 
 
 def _tracked(program: Program, norm: fx.Node) -> Tracked:
     """What a norm tracks. Raises ValueError if that cannot wait for the end of a step."""
-    given, results = _given(norm), returned(program.module)
+    arguments, results = _given(norm), returned(program.module)
     buffers = {port.name: port.fqn for port in program.ports(Role.BUFFER)}
     updates = {results[p.name]: p for p in program.ports(Role.BUFFER_UPDATE)}
     count = len(norm.meta["val"])
     new = [node for node in norm.users if node.target is operator.getitem]
     new = sorted((n for n in new if n.args[1] >= count - 2), key=lambda n: n.args[1])  # type: ignore
-    old = [buffers.get(given[name].name) for name in ("running_mean", "running_var")]
-    input_ = given["input"]
+    old = [buffers.get(arguments[name].name) for name in ("running_mean", "running_var")]
+    input_ = arguments["input"]
     if (
         [updates[node].fqn if node in updates else None for node in new] != old
         or None in old
@@ -92,7 +93,7 @@ def _tracked(program: Program, norm: fx.Node) -> Tracked:
             "rows it has; leave deferred_batch_norm out"
         )
     mean, variance = (str(name) for name in old)
-    momentum = given["momentum"]
+    momentum = arguments["momentum"]
     rows, _, *places = sizes_of(input_)
     return Tracked(
         mean,

@@ -37,12 +37,12 @@ def dp_wrap(mesh: Mesh, replicas: Replicas | None = None) -> Callable[[Program],
         if mesh.replicas == 1:
             return program
         trained = dict.fromkeys(port.fqn for port in program.ports(Role.GRADIENT))
-        found = holders(program)
+        calls_of = holders(program)
         wrapped = attrs.evolve(program, replicas=mesh.replicas)
-        within = {one.name: frozenset(one.ranks) for one in program.reductions}
+        within = {reduction.name: frozenset(reduction.ranks) for reduction in program.reductions}
         reductions = [
             attrs.evolve(
-                reduction_of(name, found[name], within.get(name, ()), mesh.replicas),
+                reduction_of(name, calls_of[name], within.get(name, ()), mesh.replicas),
                 average=wrapped.averages,
             )
             for name in trained
@@ -89,22 +89,27 @@ def _owned(
 ) -> Sequence[Reduction]:
     """Each with its owner. New ones that are sharded go where the fewest bytes are on their ranks,
     the largest first."""
-    owners = {one.name: replicas.owners.get(one.name) for one in reductions}
+    owners = {reduction.name: replicas.owners.get(reduction.name) for reduction in reductions}
     held: Counter[tuple[int, int]] = Counter()  # bytes by replica and rank
 
-    def assign(one: Reduction, owner: int) -> None:
-        owners[one.name] = owner
-        held.update({(owner, rank): sizes.bytes[one.name] for rank in one.ranks})
+    def assign(reduction: Reduction, owner: int) -> None:
+        owners[reduction.name] = owner
+        held.update({(owner, rank): sizes.bytes[reduction.name] for rank in reduction.ranks})
 
-    for one in reductions:
-        if (owner := owners[one.name]) is not None:
-            assign(one, owner)
-    new = [one for one in reductions if one.name not in replicas.owners]
-    new = [one for one in new if replicas.how == "shard" and not sizes.is_sparse(one.name)]
-    for one in sorted(new, key=lambda one: -sizes.bytes[one.name]):
-        counts = [sum(held[k, rank] for rank in one.ranks) for k in range(one.replicas)]
-        assign(one, counts.index(min(counts)))
-    return [attrs.evolve(one, owner=owners[one.name]) for one in reductions]
+    for reduction in reductions:
+        # it stays where its optimizer state is; the new ones even out the bytes
+        if (owner := owners[reduction.name]) is not None:
+            assign(reduction, owner)
+    new = [reduction for reduction in reductions if reduction.name not in replicas.owners]
+    new = [
+        reduction
+        for reduction in new
+        if replicas.how == "shard" and not sizes.is_sparse(reduction.name)
+    ]
+    for reduction in sorted(new, key=lambda reduction: -sizes.bytes[reduction.name]):
+        counts = [sum(held[k, rank] for rank in reduction.ranks) for k in range(reduction.replicas)]
+        assign(reduction, counts.index(min(counts)))
+    return [attrs.evolve(reduction, owner=owners[reduction.name]) for reduction in reductions]
 
 
 def _in_buckets(
@@ -114,11 +119,12 @@ def _in_buckets(
     in one dtype."""
     open_: dict[tuple, tuple[int, int]] = {}  # number and bytes
     count = 0
-    for one in reductions:
-        kind, size = sizes.kinds[one.name], sizes.bytes[one.name]
-        key = (one.stages[0], one.ranks, one.owner is None, kind)
+    for reduction in reductions:
+        kind, size = sizes.kinds[reduction.name], sizes.bytes[reduction.name]
+        key = (reduction.stages[0], reduction.ranks, reduction.owner is None, kind)
         number, filled = open_.get(key, (-1, 0))
-        if number < 0 or filled + size > bucket_bytes or sizes.is_sparse(one.name):
+        # nobody knows beforehand how many elements of a sparse one travel, so it shares no buffer
+        if number < 0 or filled + size > bucket_bytes or sizes.is_sparse(reduction.name):
             number, filled, count = count, 0, count + 1
         open_[key] = number, filled + size
-        yield attrs.evolve(one, bucket=number)
+        yield attrs.evolve(reduction, bucket=number)

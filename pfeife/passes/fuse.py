@@ -106,11 +106,12 @@ def _read(starts: list[int], forward: list[fx.Node], wanted: set[fx.Node]) -> li
     """The starts of clusters that compute something for others: one of which nobody reads a value
     (a custom operation that only prints) would have no call, so it is joined with the next one."""
     wanted_before = [0, *accumulate(int(n in wanted and not is_number(n)) for n in forward)]
-    kept = starts[:1]
+    useful = starts[:1]
     for start in starts[1:]:
-        if wanted_before[kept[-1]] < wanted_before[start] < wanted_before[-1]:
-            kept.append(start)
-    return kept
+        # something is wanted between the two starts, and something from this one on
+        if wanted_before[useful[-1]] < wanted_before[start] < wanted_before[-1]:
+            useful.append(start)
+    return useful
 
 
 def _is_heavy(node: fx.Node, matrices: set[str]) -> bool:
@@ -133,6 +134,7 @@ def _may_start(node: fx.Node) -> bool:
 def _crossing_bytes(forward: list[fx.Node]) -> list[int]:
     """For each position the bytes of values made before it and read from it on, by forwards."""
     position = {node: i for i, node in enumerate(forward)}
+    # what begins to cross at a position, less what has crossed for the last time
     change = [0] * (len(forward) + 1)
     for i, node in enumerate(forward):
         last = max((position[user] for user in node.users if user in position), default=i)
@@ -149,8 +151,8 @@ def _shared_depth(before: fx.Node, after: fx.Node) -> int:
     """How many enclosing modules two nodes have in common."""
     first, second = module_path(before).split("."), module_path(after).split(".")
     depth = 0
-    for one, other in zip(first, second, strict=False):
-        if one != other:
+    for left, right in zip(first, second, strict=False):
+        if left != right:
             break
         depth += 1
     return depth
@@ -171,9 +173,9 @@ def _module_border(forward: list[fx.Node], path: str, side: Side) -> int:
         and not is_number(node)  # every body that reads one computes it
     ]
     if not inside:
-        known = sorted({module_path(node) for node in forward} - {""})
+        names = sorted({module_path(node) for node in forward} - {""})
         raise ValueError(
-            f"split at {path}: no module of that name computes anything; there are {known}"
+            f"split at {path}: no module of that name computes anything; there are {names}"
         )
     return inside[0] if side == "begin" else inside[-1] + 1
 
@@ -190,17 +192,18 @@ def _backward_clusters(
     """
     origin: dict[int, int] = {}
     for node, unit in clusters.items():
+        # an operation that was decomposed has one number for several nodes: the first counts
         origin.setdefault(node.meta.get("seq_nr", -1), unit)
     last = max(clusters.values(), default=0)
-    found: dict[fx.Node, int] = {}
+    cluster_of: dict[fx.Node, int] = {}
     for node in reversed(backward):
         if node.meta.get("is_gradient_acc"):  # a sum has no origin: it is made where its terms are
-            found[node] = last
+            cluster_of[node] = last
             continue
-        readers = [found[user] for user in node.users if user in found]
+        readers = [cluster_of[user] for user in node.users if user in cluster_of]
         by_origin = origin.get(node.meta.get("seq_nr", -1))
-        found[node] = by_origin if by_origin is not None else max(readers, default=last)
+        cluster_of[node] = by_origin if by_origin is not None else max(readers, default=last)
     for node in backward:
-        sources = [found[source] for source in node.all_input_nodes if source in found]
-        found[node] = min([found[node], *sources])
-    return found
+        sources = [cluster_of[source] for source in node.all_input_nodes if source in cluster_of]
+        cluster_of[node] = min([cluster_of[node], *sources])
+    return cluster_of

@@ -68,12 +68,14 @@ def move_to_device(device: torch.device | str) -> Pass:
         mover = _Mover(home, target, captured_sizes(program))
         seeds = {port.name for port in program.ports(Role.SEED)}
         module = mover.module(program.module, stay=seeds)
-        counts = (attrs.evolve(one, module=mover.module(one.module)) for one in program.counts)
-        given = {node.name: node for node in module.graph.nodes if node.op == "placeholder"}
+        counts = (
+            attrs.evolve(count, module=mover.module(count.module)) for count in program.counts
+        )
+        placeholders = {node.name: node for node in module.graph.nodes if node.op == "placeholder"}
         return attrs.evolve(
             program,
             module=module,
-            inputs=tuple(_as(given[port.name], port) for port in program.inputs),
+            inputs=tuple(_as(placeholders[port.name], port) for port in program.inputs),
             outputs=tuple(_as(returned(module)[port.name], port) for port in program.outputs),
             counts=tuple(counts),
             limits=tuple(dict.fromkeys((*program.limits, *mover.opened.assumed()))),
@@ -84,25 +86,28 @@ def move_to_device(device: torch.device | str) -> Pass:
 
 def _home(program: Program) -> torch.device:
     """The device of a program; what another one needs of the CPU is beside it."""
-    found: dict[torch.device, fx.Node] = {}
+    node_on: dict[torch.device, fx.Node] = {}
     for module in program.module.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
-            for one in _places(node) if node.op != "get_attr" else ():
-                found.setdefault(one, node)
-    others = [one for one in found if one != _CPU]
-    if len(others) > 1:
-        said = (f"{found[one].name} is on {one} ({source_line(found[one])})" for one in others)
-        raise ValueError(f"move_to_device: a program of several devices: {'; '.join(said)}")
-    return others[0] if others else _CPU
+            for device in _places(node) if node.op != "get_attr" else ():
+                node_on.setdefault(device, node)
+    devices = [device for device in node_on if device != _CPU]
+    if len(devices) > 1:
+        places = (
+            f"{node_on[device].name} is on {device} ({source_line(node_on[device])})"
+            for device in devices
+        )
+        raise ValueError(f"move_to_device: a program of several devices: {'; '.join(places)}")
+    return devices[0] if devices else _CPU
 
 
 def _places(node: fx.Node) -> Iterator[torch.device]:
     """The devices of a node's values, and those that it names."""
-    for one in pytree.tree_leaves((node.meta.get("val"), node.args, node.kwargs)):
-        if isinstance(one, torch.Tensor):
-            yield one.device
-        elif isinstance(one, torch.device) and (one.type == "cpu" or one.index is not None):
-            yield one
+    for leaf in pytree.tree_leaves((node.meta.get("val"), node.args, node.kwargs)):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf.device
+        elif isinstance(leaf, torch.device) and (leaf.type == "cpu" or leaf.index is not None):
+            yield leaf
 
 
 def _as(node: fx.Node, port: Port) -> Port:
@@ -124,9 +129,9 @@ class _Mover:
         self.modules: dict[int, fx.GraphModule] = {}  # calls may share one
         self.attention = MovedAttention(self.of, self._operation)
 
-    def device(self, one: torch.device) -> torch.device:
-        here = one.type == self.home.type and one.index in (None, self.home.index)
-        return self.target if here else one
+    def device(self, device: torch.device) -> torch.device:
+        here = device.type == self.home.type and device.index in (None, self.home.index)
+        return self.target if here else device
 
     def value(self, node: fx.Node, stays: bool = False) -> Any:
         """An old node's value as it was, but for where it is."""
@@ -134,29 +139,30 @@ class _Mover:
             return self.opened.sizes[node.name]
         sizes = node.meta.get("sizes")
 
-        def moved(one: torch.Tensor) -> Any:
-            return self.opened.value(one, sizes, None if stays else self.device(one.device))
+        def moved(tensor: torch.Tensor) -> Any:
+            return self.opened.value(tensor, sizes, None if stays else self.device(tensor.device))
 
         return pytree.tree_map_only(torch.Tensor, moved, node.meta.get("val"))
 
     def module(
-        self, module: fx.GraphModule, given: Collection[Any] = (), stay: Collection[str] = ()
+        self, module: fx.GraphModule, values: Collection[Any] = (), stay: Collection[str] = ()
     ) -> fx.GraphModule:
-        """A moved graph, which is `given` values, else its own; those of a name in `stay` stay."""
+        """A moved graph, whose inputs have these `values`, else their own; those with names in
+        `stay` stay where they are."""
         if id(module) in self.modules:
             return self.modules[id(module)]
         graph = fx.Graph()
         here: dict[fx.Node, fx.Node] = {}
         held: dict[str, Any] = {}
-        left = iter(given)
+        left = iter(values)
         for node in module.graph.nodes:
-            made = here[node] = graph.node_copy(node, here.__getitem__)
+            copied = here[node] = graph.node_copy(node, here.__getitem__)
             if node.op == "placeholder":
-                self._tell(made, next(left, self.value(node, node.name in stay)))
+                self._tell(copied, next(left, self.value(node, node.name in stay)))
             elif node.op == "call_function":
-                here[node] = self._moved(node, made)
+                here[node] = self._moved(node, copied)
             elif node.op in ("get_attr", "call_module"):
-                held[str(node.target)], here[node] = self._held(module, made)
+                held[str(node.target)], here[node] = self._held(module, copied)
         self.modules[id(module)] = _torch.graph_module(held, graph, type(module).__name__)
         return self.modules[id(module)]
 
@@ -170,8 +176,8 @@ class _Mover:
         tensor that is held by value stays where it is, and a copy is read."""
         held = operator.attrgetter(str(node.target))(module)
         if isinstance(held, fx.GraphModule):
-            given = [self.of[one] for one in node.all_input_nodes]
-            held = self.module(held, given)
+            values = [self.of[source] for source in node.all_input_nodes]
+            held = self.module(held, values)
             if node.op == "call_module":
                 self._tell(node, fx.node.map_arg(returned(held), self.of.__getitem__))
         elif isinstance(held, torch.Tensor):
@@ -183,20 +189,20 @@ class _Mover:
                 return held, copy
         return held, node
 
-    def _moved(self, old: fx.Node, made: fx.Node) -> fx.Node:
+    def _moved(self, old: fx.Node, new: fx.Node) -> fx.Node:
         """A new node, or what is in the place of one that only the CPU has."""
         try:
-            if self.target.type == "cuda" and made.target == _torch.attention.ON_CPU:
-                return self.attention.forward(made, saves=_reads(old, 1))
-            if self.target.type == "cuda" and made.target == _torch.attention.ON_CPU_BACKWARD:
-                return self.attention.backward(made)
+            if self.target.type == "cuda" and new.target == _torch.attention.ON_CPU:
+                return self.attention.forward(new, saves=_reads(old, 1))
+            if self.target.type == "cuda" and new.target == _torch.attention.ON_CPU_BACKWARD:
+                return self.attention.backward(new)
         except ValueError as error:
             raise ValueError(
                 f"move_to_device: attention for which {self.target.type} has no kernel: {error} "
-                f"({source_line(made)}); or capture the step under {_PLAINLY}"
+                f"({source_line(new)}); or capture the step under {_PLAINLY}"
             ) from error
-        self._operation(made)
-        return made
+        self._operation(new)
+        return new
 
     def _operation(self, node: fx.Node) -> None:
         operation: Any = node.args[0] if node.target is seeded else node.target
@@ -232,12 +238,12 @@ class _Mover:
 def _is_ruled(node: fx.Node, value: Any) -> bool:
     """Whether what a node reads tells its value, and not data or a graph."""
     passes_on = node.target in (send, receive, operator.getitem)
-    known = any(isinstance(one, torch.Tensor) for one in pytree.tree_leaves(value))
-    known |= is_number(node) and node.target is not torch.ops.aten._local_scalar_dense.default
+    has_value = any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
+    has_value |= is_number(node) and node.target is not torch.ops.aten._local_scalar_dense.default
     elsewhere = is_sized_by_data(node) or _torch.is_higher_order(node.target) or has_effects(node)
-    return (passes_on or known) and not elsewhere
+    return (passes_on or has_value) and not elsewhere
 
 
 def _reads(node: fx.Node, at: int) -> bool:
     """Whether somebody reads one of a node's results."""
-    return any(one.args[1] == at and one.users for one in node.users)
+    return any(part.args[1] == at and part.users for part in node.users)

@@ -30,20 +30,21 @@ class MovedAttention:
     def forward(self, node: fx.Node, saves: bool) -> fx.Node:
         """In the place of a graph's last node; `saves` if a backward reads the sums of its rows.
         Raises ValueError for what CUDA has no kernel for."""
-        given = attention.by_name(node.target, node.args, node.kwargs)
-        known = {name: self._value(one) for name, one in given.items()}
-        kernel = attention.cuda_kernel(known)
-        if kernel is attention.FLASH and given["scale"] is None:
-            given["scale"] = known["query"].shape[-1] ** -0.5
+        arguments = attention.by_name(node.target, node.args, node.kwargs)
+        values = {name: self._value(argument) for name, argument in arguments.items()}
+        kernel = attention.cuda_kernel(values)
+        # torch always hands flash attention a number
+        if kernel is attention.FLASH and arguments["scale"] is None:
+            arguments["scale"] = values["query"].shape[-1] ** -0.5
         elif kernel is not attention.FLASH:
-            bias = None if given["attn_mask"] is None else self._mask(given, node, known)
-            given |= {"attn_bias": bias, "compute_log_sumexp": saves}
-        return self._instead(node, kernel, given)
+            bias = None if arguments["attn_mask"] is None else self._mask(arguments, node, values)
+            arguments |= {"attn_bias": bias, "compute_log_sumexp": saves}
+        return self._instead(node, kernel, arguments)
 
     def backward(self, node: fx.Node) -> fx.Node:
         """The same for a backward. Raises ValueError if its forward is not in its graph."""
-        given = attention.by_name(node.target, node.args, node.kwargs)
-        saved: fx.Node = given["logsumexp"]
+        arguments = attention.by_name(node.target, node.args, node.kwargs)
+        saved: fx.Node = arguments["logsumexp"]
         forward = saved.args[0] if saved.target is operator.getitem else None
         if not isinstance(forward, fx.Node) or forward.target not in attention.SEEDS:
             raise ValueError("its forward is in another body: move the program before `fuse`")
@@ -51,17 +52,17 @@ class MovedAttention:
         at = attention.SEEDS[forward.target]
         offset = self._result(saved, forward, at[1], "offset")
         seed = self._result(saved, forward, at[0], "seed")
-        given |= {"philox_seed": seed, "philox_offset": offset, "scale": first["scale"]}
+        arguments |= {"philox_seed": seed, "philox_offset": offset, "scale": first["scale"]}
         if forward.target is attention.FLASH:
-            query, key = (self._size(given[name], -2, node) for name in ("query", "key"))
-            given |= {"cum_seq_q": None, "cum_seq_k": None, "max_q": query, "max_k": key}
-            return self._instead(node, attention.FLASH_BACKWARD, given)
-        given |= {"grad_out_": given["grad_out"], "attn_bias": first["attn_bias"]}
-        given |= {"grad_input_mask": [True, True, True, False]}  # a CPU's mask has no gradient
-        return self._instead(node, attention.EFFICIENT_BACKWARD, given)
+            query, key = (self._size(arguments[name], -2, node) for name in ("query", "key"))
+            arguments |= {"cum_seq_q": None, "cum_seq_k": None, "max_q": query, "max_k": key}
+            return self._instead(node, attention.FLASH_BACKWARD, arguments)
+        arguments |= {"grad_out_": arguments["grad_out"], "attn_bias": first["attn_bias"]}
+        arguments |= {"grad_input_mask": [True, True, True, False]}  # a CPU's mask has no gradient
+        return self._instead(node, attention.EFFICIENT_BACKWARD, arguments)
 
-    def _value(self, one: Any) -> Any:
-        return self.values[one] if isinstance(one, fx.Node) else one
+    def _value(self, argument: Any) -> Any:
+        return self.values[argument] if isinstance(argument, fx.Node) else argument
 
     def _size(self, read: fx.Node, dim: int, like: fx.Node) -> Any:
         """A size of a value as a number, or as a node that tells it where it is open."""
@@ -70,39 +71,42 @@ class MovedAttention:
             return size
         return self._added(like, _ATEN.sym_size.int, (read, dim))
 
-    def _mask(self, given: Mapping[str, Any], node: fx.Node, known: Mapping[str, Any]) -> fx.Node:
+    def _mask(
+        self, arguments: Mapping[str, Any], node: fx.Node, values: Mapping[str, Any]
+    ) -> fx.Node:
         """A mask as the efficient kernel reads it: one for each head, rows aligned. Raises
         ValueError for one that is to be padded by what an open size says."""
-        mask: fx.Node = given["attn_mask"]
-        row = known["attn_mask"].shape[-1]
-        if any(step % attention.MASK_ALIGNMENT for step in known["attn_mask"].stride()[:-1]):
+        mask: fx.Node = arguments["attn_mask"]
+        row = values["attn_mask"].shape[-1]
+        if any(step % attention.MASK_ALIGNMENT for step in values["attn_mask"].stride()[:-1]):
             if type(row) is not int:
                 raise ValueError("a mask whose rows are of an open size that is not aligned")
+            # padded and cut again: the same values, in rows that begin at aligned places
             more = attention.MASK_ALIGNMENT - row % attention.MASK_ALIGNMENT
             wide = self._added(node, _ATEN.constant_pad_nd.default, (mask, [0, more], 0.0))
             mask = self._added(node, _ATEN.slice.Tensor, (wide, -1, 0, row))
-        sizes = [self._size(given["query"], dim, node) for dim in range(3)]
-        sizes.append(self._size(given["key"], 2, node))
+        sizes = [self._size(arguments["query"], dim, node) for dim in range(3)]
+        sizes.append(self._size(arguments["key"], 2, node))
         return self._added(node, _ATEN.expand.default, (mask, sizes))
 
     def _result(self, saved: fx.Node, forward: fx.Node, at: int, name: str) -> fx.Node:
         """One more result of a forward, beside the one that is saved."""
         with saved.graph.inserting_after(saved):
-            made = saved.graph.create_node(
+            result = saved.graph.create_node(
                 "call_function", operator.getitem, (forward, at), name=f"{forward.name}_{name}"
             )
-        made.meta = dict(saved.meta)
-        self.tell(made)
-        return made
+        result.meta = dict(saved.meta)
+        self.tell(result)
+        return result
 
     def _added(self, like: fx.Node, target: Any, args: Any, kwargs: Any = None) -> fx.Node:
         name = str(target).split(".")[1]  # as torch names it
-        made = like.graph.create_node("call_function", target, args, kwargs, name=name)
-        made.meta = dict(like.meta)
-        self.tell(made)
-        return made
+        added = like.graph.create_node("call_function", target, args, kwargs, name=name)
+        added.meta = dict(like.meta)
+        self.tell(added)
+        return added
 
-    def _instead(self, node: fx.Node, target: Any, given: Mapping[str, Any]) -> fx.Node:
-        made = self._added(node, target, *attention.in_order(target, given))
+    def _instead(self, node: fx.Node, target: Any, arguments: Mapping[str, Any]) -> fx.Node:
+        replacement = self._added(node, target, *attention.in_order(target, arguments))
         node.graph.erase_node(node)
-        return made
+        return replacement

@@ -60,6 +60,7 @@ def partition(plan: Plan) -> Callable[[Program], Program]:
         _check_buffers(flat, groups, free)
         flat, groups = _separate_sums(flat, groups)
         flat, groups = recomputed(flat, groups, plan)
+        # views anew: what a backward recomputes may be views of inputs too, under new names
         staged = outline(flat, groups, {*plan.duplicated, *views_of_inputs(flat)})
         within: dict[tuple[Kind, int], list[Call]] = {}
         for call in program.calls:
@@ -76,14 +77,14 @@ _PARTS = (Kind.INPUT_BACKWARD, Kind.WEIGHT_BACKWARD)
 def _placed(call: Call, made_of: Mapping[tuple[Kind, int], Sequence[Call]], plan: Plan) -> Call:
     """A stage's call on its rank, with the costs of the clusters' calls that it is made of."""
     within = made_of.get((call.kind, call.unit), ())
-    known = [c.seconds for c in within if c.seconds is not None]
+    seconds = [c.seconds for c in within if c.seconds is not None]
     again = plan.recompute and call.kind == Kind.BACKWARD
     extra = plan.recompute[call.unit].extra_seconds if again else 0.0
     computed = [*within, *(made_of.get((Kind.FORWARD, call.unit), ()) if again else ())]
     return attrs.evolve(
         call,
         rank=plan.stage_ranks[call.unit],
-        seconds=sum(known) + extra if len(known) == len(within) else None,
+        seconds=sum(seconds) + extra if len(seconds) == len(within) else None,
         accumulate_seconds=sum(c.accumulate_seconds for c in within),
         inside_bytes=max((c.inside_bytes for c in computed), default=0),
     )
@@ -103,14 +104,14 @@ def _check_buffers(flat: Program, groups: Mapping[str, Group], free: Collection[
     updated = {port.fqn for port in flat.ports(Role.BUFFER_UPDATE)}
     slots = {port.name: port for port in flat.ports(Role.BUFFER) if port.fqn in updated}
     results = returned(flat.module)
-    made = {p.fqn: results[p.name] for p in flat.ports(Role.BUFFER_UPDATE)}
+    updates = {p.fqn: results[p.name] for p in flat.ports(Role.BUFFER_UPDATE)}
     gradients = flat.ports(Role.GRADIENT)  # of parameters that the step changes in place
     for node in flat.module.graph.nodes:
         if node.name not in slots:
             continue
         trained = [results[p.name] for p in gradients if p.fqn == slots[node.name].fqn]
-        involved = [made[slots[node.name].fqn], *trained, *_readers(node, free)]
-        stages = {groups[one.name].unit: one for one in involved if one.name in groups}
+        involved = [updates[slots[node.name].fqn], *trained, *_readers(node, free)]
+        stages = {groups[user.name].unit: user for user in involved if user.name in groups}
         if len(stages) > 1:
             places = ", ".join(f"stage {s} ({source_line(n)})" for s, n in sorted(stages.items()))
             raise ValueError(
@@ -121,13 +122,13 @@ def _check_buffers(flat: Program, groups: Mapping[str, Group], free: Collection[
 
 def _readers(node: fx.Node, free: Collection[str]) -> list[fx.Node]:
     """Who reads a value, in person or through free nodes."""
-    found, pending = dict.fromkeys(node.users), list(node.users)
+    readers, pending = dict.fromkeys(node.users), list(node.users)
     while pending:
-        one = pending.pop()
-        if one.name in free:
-            pending += [user for user in one.users if user not in found]
-            found |= dict.fromkeys(one.users)
-    return [one for one in found if one.name not in free]
+        reader = pending.pop()
+        if reader.name in free:
+            pending += [user for user in reader.users if user not in readers]
+            readers |= dict.fromkeys(reader.users)
+    return [reader for reader in readers if reader.name not in free]
 
 
 def _separate_sums(flat: Program, groups: Mapping[str, Group]) -> tuple[Program, dict[str, Group]]:
@@ -175,18 +176,21 @@ def _separate_sums(flat: Program, groups: Mapping[str, Group]) -> tuple[Program,
     graph.eliminate_dead_code(has_effects)
     names = {node.name for node in graph.nodes}
     module = _torch.graph_module(flat.module, graph)
-    kept = {name: group for name, group in new_groups.items() if name in names}
-    return attrs.evolve(flat, module=module, outputs=tuple(outputs)), kept
+    remaining = {name: group for name, group in new_groups.items() if name in names}
+    return attrs.evolve(flat, module=module, outputs=tuple(outputs)), remaining
 
 
 def _addends(node: fx.Node) -> list[fx.Node]:
     """What a gradient is the sum of, in order, where its partial sums serve nothing else."""
-    found, pending = [], [node]
+    addends, pending = [], [node]
     while pending:
-        one = pending.pop()
-        is_sum = one.target is torch.ops.aten.add.Tensor and not one.kwargs and len(one.users) == 1
-        if is_sum and all(isinstance(value, fx.Node) for value in one.args):
-            pending += reversed(one.args)  # type: ignore[arg-type]
+        term = pending.pop()
+        is_sum = (
+            term.target is torch.ops.aten.add.Tensor and not term.kwargs and len(term.users) == 1
+        )
+        # a stack: reversed, so that the terms come out from left to right
+        if is_sum and all(isinstance(value, fx.Node) for value in term.args):
+            pending += reversed(term.args)  # type: ignore[arg-type]
         else:
-            found.append(one)
-    return found
+            addends.append(term)
+    return addends

@@ -94,6 +94,6 @@ def _is_dense(node: fx.Node) -> bool:
 
 
 def _cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-    made = graph.call_function(torch.ops.aten._to_copy.default, (node,), {"dtype": dtype})
-    made.meta = {name: said for name, said in node.meta.items() if name not in ("val", "sizes")}
-    return made
+    cast = graph.call_function(torch.ops.aten._to_copy.default, (node,), {"dtype": dtype})
+    cast.meta = {name: value for name, value in node.meta.items() if name not in ("val", "sizes")}
+    return cast

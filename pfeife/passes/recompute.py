@@ -45,18 +45,18 @@ def recomputed(
 def _named(flat: Program, groups: Mapping[str, Group], plan: Plan) -> set[fx.Node]:
     """The nodes that a plan has recomputed, parts of tuples with their makers."""
     nodes = {node.name: node for node in flat.module.graph.nodes}
-    found: set[fx.Node] = set()
+    named: set[fx.Node] = set()
     for stage, option in enumerate(plan.recompute):
         for name in option.names:
             if name in plan.duplicated:
                 continue  # every body that reads it computes it anyhow
             if groups.get(name) != Group(stage, Kind.FORWARD):
                 raise ValueError(f"the plan recomputes {name}, which stage {stage} does not make")
-            found.add(nodes[name])
+            named.add(nodes[name])
             while nodes[name].target is operator.getitem:
                 name = nodes[name].all_input_nodes[0].name
-                found.add(nodes[name])
-    return found
+                named.add(nodes[name])
+    return named
 
 
 class _Again:
@@ -87,6 +87,7 @@ class _Again:
                 for source in pending[-1].all_input_nodes
                 if self._repeats(source, group) and source not in self.copies
             ]
+            # each is copied behind what it reads; a node may be pending twice, for two readers
             if missing:
                 pending += reversed(missing)
                 continue

@@ -113,6 +113,7 @@ class _Sender:
             if maker is not None and (value, call.rank) not in self.here:
                 self._receive(call_of(value).name, call.rank)
         copied = self.new.node_copy(node, lambda value: self._local(value, call.rank))
+        # `program.calls` go by the names of their nodes
         assert copied.name == node.name
         self.here[node, call.rank] = copied
 
@@ -145,8 +146,8 @@ def _shared_gradients(
     program: Program, owners: Mapping[str, frozenset[int]]
 ) -> tuple[Reduction, ...]:
     trained = dict.fromkeys(port.fqn for port in program.ports(Role.GRADIENT))
-    found = holders(program)
-    reductions = [reduction_of(name, found[name], owners.get(name, ())) for name in trained]
+    calls_of = holders(program)
+    reductions = [reduction_of(name, calls_of[name], owners.get(name, ())) for name in trained]
     return tuple(reduction for reduction in reductions if len(reduction.ranks) > 1)
 
 

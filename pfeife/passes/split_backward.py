@@ -55,18 +55,21 @@ def join_backward() -> Callable[[Program], Program]:
 def _with_costs(program: Program, before: Program) -> Program:
     """The program with the costs of a unit's forward and backward as they were, however many parts
     a backward is in now."""
-    known = _by_side(before)
+    calls_before = _by_side(before)
     calls = {call.node: call for call in program.calls}
     for side, parts in _by_side(program).items():
-        seconds = [call.seconds for call in known[side]]
-        whole = [one for one in seconds if one is not None]
+        seconds = [call.seconds for call in calls_before[side]]
+        whole = [duration for duration in seconds if duration is not None]
         if len(whole) < len(seconds):
             continue
         work = [sum(graph_flops(program.body(call).graph).values()) for call in parts]
-        shares = [one / sum(work) for one in work] if any(work) else [1 / len(parts)] * len(parts)
-        adding = sum(call.accumulate_seconds for call in known[side])
-        inside = max(call.inside_bytes for call in known[side])
+        shares = (
+            [flops / sum(work) for flops in work] if any(work) else [1 / len(parts)] * len(parts)
+        )
+        adding = sum(call.accumulate_seconds for call in calls_before[side])
+        inside = max(call.inside_bytes for call in calls_before[side])
         for call, share in zip(parts, shares, strict=True):
+            # gradients are added up where they are complete: at the end of the last part
             adds = adding if call is parts[-1] else 0.0
             calls[call.node] = attrs.evolve(
                 call,
@@ -79,10 +82,10 @@ def _with_costs(program: Program, before: Program) -> Program:
 
 def _by_side(program: Program) -> dict[tuple[int, bool], list[Call]]:
     """The calls of the forward and of the backward of each unit, the weight-backward last."""
-    found: dict[tuple[int, bool], list[Call]] = {}
-    for call in sorted(program.calls, key=lambda one: one.kind == Kind.WEIGHT_BACKWARD):
-        found.setdefault((call.unit, call.kind == Kind.FORWARD), []).append(call)
-    return found
+    sides: dict[tuple[int, bool], list[Call]] = {}
+    for call in sorted(program.calls, key=lambda call: call.kind == Kind.WEIGHT_BACKWARD):
+        sides.setdefault((call.unit, call.kind == Kind.FORWARD), []).append(call)
+    return sides
 
 
 def _part(early: bool) -> Kind:
@@ -101,10 +104,10 @@ def _needed_early(flat: Program, groups: dict[str, Group]) -> set[str]:
     """
     gradients = {port.name for port in flat.ports(Role.GRADIENT)}
     waited_for: set[fx.Node] = set()
-    made: dict[fx.Node, set[str]] = {}
+    gradient_names: dict[fx.Node, set[str]] = {}
     for name, node in returned(flat.module).items():
         if name in gradients:
-            made.setdefault(node, set()).add(name)
+            gradient_names.setdefault(node, set()).add(name)
         else:
             waited_for.add(node)
     backward = [
@@ -120,7 +123,7 @@ def _needed_early(flat: Program, groups: dict[str, Group]) -> set[str]:
         outside = any(user in unit and unit[user] != unit[node] for user in node.users)
         if outside or node in waited_for or not early.isdisjoint(inside[node]):
             early.add(node)
-        feeds[node] = made.get(node, set()).union(*(feeds[user] for user in inside[node]))
+        feeds[node] = gradient_names.get(node, set()).union(*(feeds[user] for user in inside[node]))
     # Nobody waits for the first stage's backward, so by the rule above all of it would be late. Its
     # weights' gradients wait for the chain through its activations, though, so that is early: what
     # leads to more than one gradient.
@@ -136,12 +139,14 @@ def _needed_early(flat: Program, groups: dict[str, Group]) -> set[str]:
 def _of_gradients(flat: Program, unit: Mapping[fx.Node, int]) -> set[fx.Node]:
     """The backward nodes that are computed from a gradient that arrives at their stage."""
     tangents = {port.name for port in flat.ports(Role.TANGENT)}
-    found: set[fx.Node] = set()
+    derived: set[fx.Node] = set()
     for node in unit:  # in the graph's order
         sources = node.all_input_nodes
         if any(
-            source.name in tangents or source in found or unit.get(source, unit[node]) != unit[node]
+            source.name in tangents
+            or source in derived
+            or unit.get(source, unit[node]) != unit[node]
             for source in sources
         ):
-            found.add(node)
-    return found
+            derived.add(node)
+    return derived

@@ -33,16 +33,16 @@ def compare_times(predicted: Timeline, *measured: Timeline) -> tuple[Compared, .
     """The step first, then every action of every rank: predicted seconds and the median of the
     measured steps'. Raises ValueError if the timelines have other actions."""
     expected = {(e.rank, e.action): e.end - e.start for e in predicted.events}
-    found: dict[tuple[int, Action], list[float]] = {key: [] for key in expected}
+    seconds_of: dict[tuple[int, Action], list[float]] = {key: [] for key in expected}
     for timeline in measured:
         actions = {(e.rank, e.action): e.end - e.start for e in timeline.events}
         _check(set(expected), set(actions))
         for key, seconds in actions.items():
-            found[key].append(seconds)
+            seconds_of[key].append(seconds)
     whole = statistics.median(timeline.seconds for timeline in measured)
     rows = [Compared(None, None, predicted.seconds, whole)]
     for (rank, action), seconds in expected.items():
-        rows.append(Compared(rank, action, seconds, statistics.median(found[rank, action])))
+        rows.append(Compared(rank, action, seconds, statistics.median(seconds_of[rank, action])))
     return tuple(rows)
 
 
@@ -52,17 +52,26 @@ def compare_memory(
     """Every rank's peak first, then the peak of every action (without what is held all the
     time), in bytes. Raises ValueError if the curves have other ranks or actions."""
     rows = []
-    for one, other in zip(predicted, measured, strict=True):
-        _check(*({(curve.rank, p.action) for p in curve.points} for curve in (one, other)))
-        rows.append(Compared(one.rank, None, one.peak, other.peak))
-    for one, other in zip(predicted, measured, strict=True):
-        peaks = {point.action: point.peak for point in other.points}
-        rows += [Compared(one.rank, p.action, p.peak, peaks[p.action]) for p in one.points]
+    for predicted_curve, measured_curve in zip(predicted, measured, strict=True):
+        _check(
+            *(
+                {(curve.rank, p.action) for p in curve.points}
+                for curve in (predicted_curve, measured_curve)
+            )
+        )
+        rows.append(Compared(predicted_curve.rank, None, predicted_curve.peak, measured_curve.peak))
+    for predicted_curve, measured_curve in zip(predicted, measured, strict=True):
+        peaks = {point.action: point.peak for point in measured_curve.points}
+        rows += [
+            Compared(predicted_curve.rank, p.action, p.peak, peaks[p.action])
+            for p in predicted_curve.points
+        ]
     return tuple(rows)
 
 
-def _check(expected: set[tuple[int, Action]], found: set[tuple[int, Action]]) -> None:
-    if expected != found:
-        rank, action = min(expected ^ found, key=str)
+def _check(expected: set[tuple[int, Action]], actual: set[tuple[int, Action]]) -> None:
+    if expected != actual:
+        # Actions have no order; by their texts the same one is named at every run.
+        rank, action = min(expected ^ actual, key=str)
         where = "predicted" if (rank, action) in expected else "measured"
         raise ValueError(f"only {where}: rank {rank}, action {action}; compare the same schedule")

@@ -60,13 +60,13 @@ def _stages(plan: Plan, clusters: Program, program: Program) -> list[StageForeca
     sent = [0] * plan.stages
     for message in messages(program):
         sent[message.sender.unit] += message.bytes
-    held, kept = [0] * plan.stages, [0] * plan.stages
+    held, held_bytes = [0] * plan.stages, [0] * plan.stages
     ports = {port.fqn: port for port in program.ports(Role.PARAMETER)}
     for name, calls in holders(program).items():
         for unit in {call.unit for call in calls}:
             held[unit] += torch.Size(ports[name].shape).numel()
-            kept[unit] += ports[name].bytes
-    again = [one.extra_seconds for one in plan.recompute] or [0.0] * plan.stages
+            held_bytes[unit] += ports[name].bytes
+    again = [option.extra_seconds for option in plan.recompute] or [0.0] * plan.stages
     paths = layers_of(clusters, plan)
     return [
         StageForecast(
@@ -79,7 +79,7 @@ def _stages(plan: Plan, clusters: Program, program: Program) -> list[StageForeca
             forward_seconds=seconds.get((stage, True), 0.0),
             backward_seconds=seconds.get((stage, False), 0.0),
             sent_bytes=sent[stage],
-            parameter_bytes=kept[stage],
+            parameter_bytes=held_bytes[stage],
             again_seconds=again[stage],
             adding_seconds=adding[stage],
         )
@@ -89,13 +89,13 @@ def _stages(plan: Plan, clusters: Program, program: Program) -> list[StageForeca
 
 def layers_of(clusters: Program, plan: Plan) -> list[tuple[str, str]]:
     """For every stage of a plan the modules that its first and its last operation are in."""
-    found: list[list[str]] = [[] for _ in range(plan.stages)]
+    paths_of: list[list[str]] = [[] for _ in range(plan.stages)]
     for unit in range(clusters.units):
         for node in clusters.body(clusters.call(Kind.FORWARD, unit)).graph.nodes:
             path = node.meta.get("module_path")
             if node.op == "call_function" and path:
-                found[plan.stage_of_cluster[unit]].append(str(path))
-    return [(paths[0], paths[-1]) if paths else ("", "") for paths in found]
+                paths_of[plan.stage_of_cluster[unit]].append(str(path))
+    return [(paths[0], paths[-1]) if paths else ("", "") for paths in paths_of]
 
 
 def _ranks(run: Run, count: int) -> list[RankForecast]:
@@ -117,16 +117,16 @@ def _ranks(run: Run, count: int) -> list[RankForecast]:
 
 def waits_of(path: Timeline, stage_ranks: Sequence[int]) -> tuple[Wait, ...]:
     """The critical path of a step by who does what, the longest part first."""
-    found: dict[tuple[str, str], list[float]] = {}
+    seconds_of: dict[tuple[str, str], list[float]] = {}
     for event in path.events:
         if event.end > event.start:
-            found.setdefault(_doing(event, stage_ranks), []).append(event.end - event.start)
+            seconds_of.setdefault(_doing(event, stage_ranks), []).append(event.end - event.start)
     whole = path.seconds or 1.0
     parts = [
         Wait(what, len(each), sum(each), min(sum(each) / whole, 1.0), kind)
-        for (what, kind), each in found.items()
+        for (what, kind), each in seconds_of.items()
     ]
-    return tuple(sorted(parts, key=lambda one: -one.seconds))
+    return tuple(sorted(parts, key=lambda wait: -wait.seconds))
 
 
 def _doing(event: Event, stage_ranks: Sequence[int]) -> tuple[str, str]:

@@ -20,16 +20,16 @@ def forecast_table(found: Forecast, width: int = 1000) -> str:
     head = ("stage", "rank", "from", "to", "parameters", "forward", "backward", "sends")
     stages = [
         (
-            one.stage,
-            one.rank,
-            one.first,
-            one.last,
-            f"{count(one.parameters)} ({size(one.parameter_bytes)})",
-            f"{1e3 * one.forward_seconds:.2f} ms",
-            f"{1e3 * one.backward_seconds:.2f} ms",
-            size(one.sent_bytes),
+            stage.stage,
+            stage.rank,
+            stage.first,
+            stage.last,
+            f"{count(stage.parameters)} ({size(stage.parameter_bytes)})",
+            f"{1e3 * stage.forward_seconds:.2f} ms",
+            f"{1e3 * stage.backward_seconds:.2f} ms",
+            size(stage.sent_bytes),
         )
-        for one in found.stages
+        for stage in found.stages
     ]
     parts = [_narrowed(stages, head, width), _ranks(found, width), forecast_summary(found)]
     return "\n\n".join(parts)
@@ -39,6 +39,7 @@ def _narrowed(rows: Sequence[Sequence[object]], head: Sequence[str], width: int)
     """A table of stages whose paths end early where it is too wide."""
     longest = max((len(str(path)) for row in rows for path in row[2:4]), default=0)
     text = table(rows, head)
+    # Letter by letter, so that no path loses more than it must.
     while max(map(len, text.splitlines())) > width and longest > 12:
         longest -= 1
         shown = [
@@ -59,45 +60,46 @@ def _short(path: str, most: int) -> str:
     return f"{first if len(first) <= room else '..' + first[2 - room :]}..{last}"
 
 
-def _ranks(found: Forecast, width: int) -> str:
+def _ranks(forecast: Forecast, width: int) -> str:
     """A row a rank with the bytes at its peak; those that are smallest everywhere are added up
     where a table with all of them is too wide."""
     most: dict[str, int] = {}
-    for one in found.by_rank:
-        for word, number in one.bytes.items():
+    for rank_forecast in forecast.by_rank:
+        for word, number in rank_forecast.bytes.items():
             most[word] = max(most.get(word, 0), number)
     small = sorted(most, key=lambda word: most[word])
+    # One column alone would only change its name.
     for several in (0, *range(2, len(small) + 1)):
         rest = small[:several]
         words = [word for word in most if word not in rest]
         rows = [
             (
-                one.rank,
-                f"{one.computing_seconds:.3g} s",
-                f"{one.bubble:.1%}",
-                *(size(one.bytes.get(word, 0)) for word in words),
-                *([size(sum(one.bytes.get(word, 0) for word in rest))] if rest else []),
-                size(one.peak_bytes),
+                rank_forecast.rank,
+                f"{rank_forecast.computing_seconds:.3g} s",
+                f"{rank_forecast.bubble:.1%}",
+                *(size(rank_forecast.bytes.get(word, 0)) for word in words),
+                *([size(sum(rank_forecast.bytes.get(word, 0) for word in rest))] if rest else []),
+                size(rank_forecast.peak_bytes),
             )
-            for one in found.by_rank
+            for rank_forecast in forecast.by_rank
         ]
         head = ("rank", "computes", "bubble", *words, *(["rest"] if rest else []), "peak")
         text = table(rows, head)
         if max(map(len, text.splitlines())) <= width:
             break
-    notes = [_computing(found)]
+    notes = [_computing(forecast)]
     if rest:
         listed = ", ".join(word for word in most if word in rest)
         notes.append(f"rest: {listed} (each in --json and --csv)")
     return "\n".join([text, *notes])
 
 
-def _computing(found: Forecast) -> str:
+def _computing(forecast: Forecast) -> str:
     """What a rank computes in a step, of the seconds that its stages take."""
-    each = found.microbatches // found.replicas
-    adding = 1e3 * max((one.adding_seconds for one in found.stages), default=0.0)
-    more = f" + {each - 1} x adding (up to {adding:.3g} ms)" if adding else ""
-    return f"computes: {each} x (forward + backward){more}"
+    microbatches = forecast.microbatches // forecast.replicas
+    adding = 1e3 * max((stage.adding_seconds for stage in forecast.stages), default=0.0)
+    more = f" + {microbatches - 1} x adding (up to {adding:.3g} ms)" if adding else ""
+    return f"computes: {microbatches} x (forward + backward){more}"
 
 
 def forecast_summary(found: Forecast) -> str:
@@ -108,6 +110,7 @@ def forecast_summary(found: Forecast) -> str:
         each = found.tokens_per_second / found.world
         rate = f"{count(found.tokens_per_second)} tokens/s ({count(each)} a rank), {rate}"
     of = f"{found.replicas} x {found.ranks}" if found.replicas > 1 else f"{found.ranks}"
+    # Such as bf16-mixed.
     kind, _, mixed = found.asked.get("precision", "").partition("-")
     kinds = f" in {kind}{', float32 beside it' if mixed else ''}" if kind else ""
     lines = [
@@ -132,9 +135,9 @@ def forecast_summary(found: Forecast) -> str:
     return "\n".join(f"{word:7} {text}" for word, text in lines)
 
 
-def _with(asked: Mapping[str, str]) -> str:
+def _with(options: Mapping[str, str]) -> str:
     """What a plan was asked for, in a line."""
-    return ", ".join(f"{name} {text}" for name, text in asked.items() if name != "command")
+    return ", ".join(f"{name} {text}" for name, text in options.items() if name != "command")
 
 
 def _cuts(blocks: Sequence[str]) -> str:
@@ -143,24 +146,28 @@ def _cuts(blocks: Sequence[str]) -> str:
     return f"inside of {blocks[0]}{more}; --cut-at blocks cuts between blocks alone"
 
 
-def _peak(found: Forecast) -> float:
+def _peak(forecast: Forecast) -> float:
     """Operations per second of a rank at its peak, over the dtypes of the step."""
-    return found.flops / (found.world * found.peak_seconds) if found.peak_seconds else 0.0
+    return (
+        forecast.flops / (forecast.world * forecast.peak_seconds) if forecast.peak_seconds else 0.0
+    )
 
 
 def forecast_csv(found: Forecast) -> str:
     """A row a stage, with the figures of its rank beside it."""
-    by_rank = {one.rank: one for one in found.by_rank}
-    words = list(dict.fromkeys(word for one in found.by_rank for word in one.bytes))
+    by_rank = {rank_forecast.rank: rank_forecast for rank_forecast in found.by_rank}
+    words = list(
+        dict.fromkeys(word for rank_forecast in found.by_rank for word in rank_forecast.bytes)
+    )
     names = [field.name for field in attrs.fields(StageForecast)]
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow([*names, "computing_seconds", "bubble", "peak_bytes", *words, *found.asked])
-    for one in found.stages:
-        rank = by_rank[one.rank]
+    for stage in found.stages:
+        rank = by_rank[stage.rank]
         rows.writerow(
             [
-                *(getattr(one, name) for name in names),
+                *(getattr(stage, name) for name in names),
                 rank.computing_seconds,
                 rank.bubble,
                 rank.peak_bytes,

@@ -36,52 +36,54 @@ def chrome_trace(predicted: Run | Timeline, measured: Run | Timeline | None = No
     text.
     """
     both = {"predicted": predicted} | ({"measured": measured} if measured is not None else {})
-    sides = {name: one if isinstance(one, Run) else Run(one) for name, one in both.items()}
+    sides = {name: run if isinstance(run, Run) else Run(run) for name, run in both.items()}
     label = list(sides) if len(sides) > 1 else [""]
     events: list[dict[str, Any]] = []
     names: dict[tuple[int, int], str] = {}
-    for side, (said, run) in enumerate(zip(label, sides.values(), strict=True)):
-        events += _slices(run, side, said, names)
+    for side, (side_name, run) in enumerate(zip(label, sides.values(), strict=True)):
+        events += _slices(run, side, side_name, names)
         events += _arrows(run.timeline, side)
-        events += _counters(run, said or "predicted")
+        events += _counters(run, side_name or "predicted")
     ranks = sorted({pid for pid, _ in names})
     path = [(name, run.path) for name, run in sides.items() if run.path is not None]
-    for at, (_, found) in enumerate(path):
+    for at, (_, critical) in enumerate(path):
         pid = 1 + max(ranks, default=0)
         names[pid, at] = "critical path"
-        mine = (e for e in found.events if e.end > e.start)
-        events += [_slice(f"rank {e.rank}: {e.action}", pid, at, e.start, e.end) for e in mine]
-    events.sort(key=lambda one: one["ts"])
+        slices = (e for e in critical.events if e.end > e.start)
+        events += [_slice(f"rank {e.rank}: {e.action}", pid, at, e.start, e.end) for e in slices]
+    events.sort(key=lambda event: event["ts"])
     whole = {"displayTimeUnit": "ms", "traceEvents": [*_metadata(names, ranks), *events]}
     return json.dumps(whole, allow_nan=False)
 
 
 def _slices(
-    run: Run, side: int, said: str, names: dict[tuple[int, int], str]
+    run: Run, side: int, side_name: str, names: dict[tuple[int, int], str]
 ) -> Iterator[dict[str, Any]]:
     """What ranks do, with the names of their threads."""
     ends: dict[int, list[float]] = {}  # of the lanes of reductions, which may overlap
-    for one in sorted(spans(run.timeline), key=lambda span: span.start):
+    for span in sorted(spans(run.timeline), key=lambda span: span.start):
         lane = 0
-        if one.what == What.REDUCE:
-            lane = 1 + _lane(ends.setdefault(one.rank, []), one)
+        if span.what == What.REDUCE:
+            lane = 1 + _lane(ends.setdefault(span.rank, []), span)
         thread = side * _LANES + lane
-        words = [said, "reductions" if lane else ""]
-        names[one.rank, thread] = ", ".join(filter(None, words)) or "actions"
-        name = f"wait for {one.action}" if one.what == What.WAIT else str(one.action)
-        found = _slice(name, one.rank, thread, one.start, one.end)
-        given = {"stage": one.action.stage, "microbatch": one.action.microbatch}
-        yield {**found, "cat": one.what.value, "cname": _COLOURS[one.what], "args": given}
+        words = [side_name, "reductions" if lane else ""]
+        names[span.rank, thread] = ", ".join(filter(None, words)) or "actions"
+        name = f"wait for {span.action}" if span.what == What.WAIT else str(span.action)
+        event = _slice(name, span.rank, thread, span.start, span.end)
+        arguments = {"stage": span.action.stage, "microbatch": span.action.microbatch}
+        yield {**event, "cat": span.what.value, "cname": _COLOURS[span.what], "args": arguments}
 
 
-def _lane(ends: list[float], one: Span) -> int:
+def _lane(ends: list[float], span: Span) -> int:
     """The first lane that is free."""
-    at = next((lane for lane, end in enumerate(ends) if end <= one.start), len(ends))
-    ends[at : at + 1] = [one.end]
+    at = next((lane for lane, end in enumerate(ends) if end <= span.start), len(ends))
+    ends[at : at + 1] = [span.end]
     return at
 
 
 def _slice(name: str, pid: int, tid: int, start: float, end: float) -> dict[str, Any]:
+    # Both ends are rounded alike: a slice that reached into the next one would look like its
+    # parent.
     ts, dur = _us(start), round(_us(end) - _us(start), 3)
     same = {"name": name, "cat": "path", "ph": "X", "pid": pid, "tid": tid}
     return {**same, "ts": ts, "dur": dur}
@@ -104,24 +106,24 @@ def _arrows(timeline: Timeline, side: int) -> Iterator[dict[str, Any]]:
         yield {**same, "ph": "f", "bp": "e", "pid": rank, "ts": _us(end)}
 
 
-def _counters(run: Run, said: str) -> Iterator[dict[str, Any]]:
+def _counters(run: Run, side_name: str) -> Iterator[dict[str, Any]]:
     for curve in run.memory:
         for moment, bytes_ in run.moments(curve):
             at = {"ph": "C", "pid": curve.rank, "tid": 0, "ts": _us(moment)}
-            yield {"name": f"bytes, {said}", **at, "args": {"bytes": bytes_}}
+            yield {"name": f"bytes, {side_name}", **at, "args": {"bytes": bytes_}}
 
 
 def _metadata(names: dict[tuple[int, int], str], ranks: Sequence[int]) -> Iterator[dict[str, Any]]:
     """The names of processes and threads."""
     for pid in sorted({pid for pid, _ in names}):
         name = f"rank {pid}" if pid in ranks else "critical path"
-        said = {"ph": "M", "pid": pid, "tid": 0, "args": {"name": name}}
-        yield {"name": "process_name", **said}
-        yield {"name": "process_sort_index", **said, "args": {"sort_index": pid}}
+        common = {"ph": "M", "pid": pid, "tid": 0, "args": {"name": name}}
+        yield {"name": "process_name", **common}
+        yield {"name": "process_sort_index", **common, "args": {"sort_index": pid}}
     for (pid, tid), name in sorted(names.items()):
-        said = {"ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
-        yield {"name": "thread_name", **said}
-        yield {"name": "thread_sort_index", **said, "args": {"sort_index": tid}}
+        common = {"ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
+        yield {"name": "thread_name", **common}
+        yield {"name": "thread_sort_index", **common, "args": {"sort_index": tid}}
 
 
 def _us(seconds: float) -> float:

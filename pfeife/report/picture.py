@@ -32,23 +32,26 @@ def picture(
     'units of time'
     """
     timeline = shown if isinstance(shown, Timeline) else _in_units(shown)
-    found = [one for one in spans(timeline) if one.what in COMPUTES and one.end > one.start]
+    computed = [span for span in spans(timeline) if span.what in COMPUTES and span.end > span.start]
     ranks = sorted({event.rank for event in timeline.events})
-    mine = {rank: sorted({s.action.stage for s in found if s.rank == rank}) for rank in ranks}
+    stages_of = {
+        rank: sorted({s.action.stage for s in computed if s.rank == rank}) for rank in ranks
+    }
     whole = timeline.seconds or 1.0
     # A box is as wide as its number, but no figure is wider than a page.
-    shortest = min((one.end - one.start for one in found), default=whole)
+    shortest = min((span.end - span.start for span in computed), default=whole)
     width = min(max(0.2 * whole / shortest, 3.5), 14.0)
     plt = matplotlib()
     figure = plt.figure.Figure((width + 0.8, _HEIGHT * len(ranks) + 0.9))
     axes = figure.add_subplot()
     rows = {rank: row for row, rank in enumerate(ranks)}
-    for colour, boxes in _by_colour(found, mine).items():
-        _fill(plt, axes, colour, [(rows[one.rank], one) for one in boxes])
+    for colour, boxes in _by_colour(computed, stages_of).items():
+        _fill(plt, axes, colour, [(rows[span.rank], span) for span in boxes])
+    # inches, about those of a number with two digits
     if width * shortest / whole > 0.13:
-        for one in found:
-            middle, number = (one.start + one.end) / 2, str(one.action.microbatch)
-            axes.text(middle, rows[one.rank], number, ha="center", va="center_baseline", size=7.5)
+        for span in computed:
+            middle, number = (span.start + span.end) / 2, str(span.action.microbatch)
+            axes.text(middle, rows[span.rank], number, ha="center", va="center_baseline", size=7.5)
     axes.set_xlim(0, whole)
     axes.set_ylim(len(ranks) - 0.5, -0.5)
     axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
@@ -56,7 +59,7 @@ def picture(
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     axes.set_title(title, loc="left", fontsize=11)
-    _legend(plt, axes, found)
+    _legend(plt, axes, computed)
     if path is not None:
         _save(plt, figure, path)
     return figure
@@ -65,6 +68,7 @@ def picture(
 def _save(plt: Any, figure: Any, path: str | os.PathLike[str]) -> None:
     """Writes texts as texts, and the same file for the same figure."""
     metadata = {"Date": None} if Path(path).suffix == ".svg" else None
+    # An SVG has its date and random names of its parts otherwise.
     same = {"svg.fonttype": "none", "svg.hashsalt": "pfeife", "font.sans-serif": ["DejaVu Sans"]}
     with plt.rc_context(same):
         figure.savefig(path, bbox_inches="tight", metadata=metadata, dpi=150)
@@ -78,15 +82,15 @@ def _in_units(schedule: Schedule) -> Timeline:
 
 
 def _by_colour(
-    found: Sequence[Span], mine: Mapping[int, Sequence[int]]
+    computed: Sequence[Span], stages_of: Mapping[int, Sequence[int]]
 ) -> dict[tuple[float, ...], list[Span]]:
     """Spans by their kinds, and by the places of their stages on their ranks."""
     boxes: dict[tuple[float, ...], list[Span]] = {}
-    for one in found:
-        stages, white = mine[one.rank], 0.0
+    for span in computed:
+        stages, white = stages_of[span.rank], 0.0
         if len(stages) > 1:
-            white = _LIGHTEST * (1 - stages.index(one.action.stage) / (len(stages) - 1))
-        boxes.setdefault(_mixed(COLOURS[one.what], white), []).append(one)
+            white = _LIGHTEST * (1 - stages.index(span.action.stage) / (len(stages) - 1))
+        boxes.setdefault(_mixed(COLOURS[span.what], white), []).append(span)
     return boxes
 
 
@@ -110,8 +114,8 @@ def _mixed(colour: str, white: float) -> tuple[float, ...]:
     return tuple(part + (1 - part) * white for part in parts)
 
 
-def _legend(plt: Any, axes: Any, found: Sequence[Span]) -> None:
-    kinds = [what for what in COMPUTES if any(one.what == what for one in found)]
+def _legend(plt: Any, axes: Any, computed: Sequence[Span]) -> None:
+    kinds = [what for what in COMPUTES if any(span.what == what for span in computed)]
     boxes = [plt.patches.Patch(color=COLOURS[what]) for what in kinds]
     axes.legend(
         boxes,

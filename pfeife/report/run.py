@@ -32,6 +32,7 @@ class Run:
         yield 0.0, always
         for point in curve.points:
             if point.action in times:
+                # The peak of an action counts from its start on, what it leaves from its end.
                 for moment, beside in zip(
                     times[point.action], (point.peak, point.after), strict=True
                 ):

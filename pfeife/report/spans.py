@@ -62,20 +62,21 @@ def spans(timeline: Timeline) -> tuple[Span, ...]:
     message's way from then on.
 
     >>> timeline = sched.simulate(sched.families.one_f_one_b(2, 2), lambda action: 1.0)
-    >>> [(one.rank, one.what.value, one.start) for one in report.spans(timeline)][:2]
+    >>> [(span.rank, span.what.value, span.start) for span in report.spans(timeline)][:2]
     [(0, 'forward', 0.0), (0, 'forward', 1.0)]
     """
     sent = {received_as(e.action): e.start for e in timeline.events if e.action.do in SENDS}
-    found = []
+    drawn_spans = []
     for event in timeline.events:
         what, action, start = _WORDS[event.action.do], event.action, event.start
         if what == What.RECEIVE:
+            # A message may have been sent before it is asked for: then nobody has waited.
             begins = min(max(sent.get(action, start), start), event.end)
             if begins > start:
-                found.append(Span(event.rank, What.WAIT, action, start, begins))
+                drawn_spans.append(Span(event.rank, What.WAIT, action, start, begins))
             start = begins
-        found.append(Span(event.rank, what, action, start, event.end))
-    return tuple(found)
+        drawn_spans.append(Span(event.rank, what, action, start, event.end))
+    return tuple(drawn_spans)
 
 
 def idle(timeline: Timeline) -> dict[int, float]:

@@ -16,22 +16,22 @@ def step_line(figures: StepFigures) -> str:
 
     What is not known is left out.
     """
-    one, most = figures, figures.waits_most
-    what = "tokens" if one.tokens else "samples"
-    rate = one.tokens_per_second if one.tokens else one.samples_per_second
+    step, most = figures, figures.waits_most
+    what = "tokens" if step.tokens else "samples"
+    rate = step.tokens_per_second if step.tokens else step.samples_per_second
     parts = [
-        f"{one.whole_seconds:.3g} s ({one.outside_seconds:.2g} s of it between calls)",
+        f"{step.whole_seconds:.3g} s ({step.outside_seconds:.2g} s of it between calls)",
         f"{_short(rate).replace(' ', '')} {what}/s",
     ]
-    if one.flops:
-        share = f"{100 * one.utilization:.3g} % of {len(one.account_bytes)} x {one.machine}"
-        parts.append(f"{_short(one.flops_per_second)}FLOP/s ({share})")
-    if most is not None and len(one.waiting_seconds) > 1:
-        parts.append(f"rank {most} waits {one.waiting_seconds[most]:.2g} s")
-    if one.peak_bytes:
-        account = f" (account {_sizes(one.account_bytes)})" if one.account_bytes else ""
-        parts.append(f"{_sizes(one.peak_bytes)} at the peak{account}")
-    return f"step {one.step}: {', '.join(parts)}"
+    if step.flops:
+        share = f"{100 * step.utilization:.3g} % of {len(step.account_bytes)} x {step.machine}"
+        parts.append(f"{_short(step.flops_per_second)}FLOP/s ({share})")
+    if most is not None and len(step.waiting_seconds) > 1:
+        parts.append(f"rank {most} waits {step.waiting_seconds[most]:.2g} s")
+    if step.peak_bytes:
+        account = f" (account {_sizes(step.account_bytes)})" if step.account_bytes else ""
+        parts.append(f"{_sizes(step.peak_bytes)} at the peak{account}")
+    return f"step {step.step}: {', '.join(parts)}"
 
 
 def _short(count: float) -> str:

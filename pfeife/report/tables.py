@@ -120,6 +120,7 @@ def timeline_chart(timeline: Timeline, width: int = 80) -> str:
             continue
         mark = "0123456789" if kind.value == "F" else "ABCDEFGHIJ"
         first, last = (int(t * width / whole) for t in (event.start, event.end))
+        # However short it is, an action has a column.
         for column in range(first, max(last, first + 1)):
             rows[event.rank][min(column, width - 1)] = mark[event.action.microbatch % 10]
     return "\n".join(f"rank {rank}  {''.join(row)}" for rank, row in rows.items())
@@ -204,17 +205,20 @@ def _figures(kind: LinkKind) -> tuple[str, ...]:
 def comparison_table(compared: Sequence[Compared]) -> str:
     """Totals one by one, actions of the same kind and stage together (medians)."""
     groups: dict[tuple, list[Compared]] = {}
-    for one in compared:
-        what = None if one.action is None else (one.action.stage, one.action.do)
-        groups.setdefault((one.rank, what), []).append(one)
-    in_seconds = any(one.predicted != int(one.predicted) for one in compared)
+    for comparison in compared:
+        what = (
+            None if comparison.action is None else (comparison.action.stage, comparison.action.do)
+        )
+        groups.setdefault((comparison.rank, what), []).append(comparison)
+    # Bytes are whole numbers, seconds hardly ever.
+    in_seconds = any(comparison.predicted != int(comparison.predicted) for comparison in compared)
     rows = []
     for (rank, what), members in groups.items():
         figures = [
-            statistics.median(getattr(one, side) for one in members)
+            statistics.median(getattr(comparison, side) for comparison in members)
             for side in ("predicted", "measured")
         ]
-        shown = [f"{1e3 * x:.2f} ms" if in_seconds else size(x) for x in figures]
+        shown = [f"{1e3 * figure:.2f} ms" if in_seconds else size(figure) for figure in figures]
         ratio = Compared(rank, None, figures[0], figures[1]).ratio
         label = "total" if what is None else f"{what[0]}{what[1]} x {len(members)}"
         rows.append(("all" if rank is None else rank, label, *shown, f"{ratio:.3f}"))

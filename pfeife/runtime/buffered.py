@@ -47,6 +47,7 @@ class Buffered(ABC):
         return arrived
 
     def expect(self, source: int, channel: Channel) -> None:
+        """Takes down what a rank will send, and posts the first receives."""
         self.inboxes[source] = _Inbox(channel)
         self._post(source)
 
@@ -55,6 +56,7 @@ class Buffered(ABC):
             self.waiting[source].append((*self._posted(source, envelope), envelope))
 
     def receive(self, source: int) -> Tensors:
+        """The values of the oldest message of a rank, which is waited for."""
         arrived, works, envelope = self.waiting[source].popleft()
         self._wait(source, works)
         values = self._whole(source, arrived, envelope)
@@ -63,14 +65,16 @@ class Buffered(ABC):
         return values
 
     def send(self, destination: int, values: Tensors, envelope: Envelope) -> None:
+        """Begins to send a message, and keeps its pieces until they are let go of."""
         self.leaving[destination].append(self._sent(destination, values, envelope))
 
     def release(self, destination: int, count: int) -> None:
+        """Lets go of the oldest `count` messages to a rank."""
         # Gloo's sends say that they are completed only when they have been waited for, so it
         # matters to know without asking when that takes no time.
-        known = min(count, self.finished[destination])
-        self.finished[destination] -= known
-        for _ in range(count - known):
+        finished = min(count, self.finished[destination])
+        self.finished[destination] -= finished
+        for _ in range(count - finished):
             self._let_go(destination)
 
     def finish(self) -> None:

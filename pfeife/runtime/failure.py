@@ -89,12 +89,12 @@ def _lines(error: BaseException) -> list[str]:
 
 def model_line(error: BaseException) -> str:
     """The line of the user's model whose operation raised an exception, "" if none did."""
-    found = ""
+    source = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         module = frame.f_locals.get("self")
         if isinstance(module, fx.GraphModule):
-            found = _line_of_node(module, frame, line) or found
-    return found
+            source = _line_of_node(module, frame, line) or source
+    return source
 
 
 def _line_of_node(module: fx.GraphModule, frame: FrameType, line: int) -> str:

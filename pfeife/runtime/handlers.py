@@ -112,12 +112,12 @@ class Handlers:
     @cached_property
     def _buckets(self) -> list[Bucket]:
         """Those in which this rank has a part."""
-        return [one for one in buckets_of(self.program) if self.rank in one.first.ranks]
+        return [bucket for bucket in buckets_of(self.program) if self.rank in bucket.first.ranks]
 
     def _reduce(self, stage: int) -> Handler:
-        mine = [bucket for bucket in self._buckets if bucket.first.stages[0] == stage]
+        buckets = [bucket for bucket in self._buckets if bucket.first.stages[0] == stage]
         ports = {port.fqn: port for port in self.program.ports(Role.PARAMETER)}
-        names = [one.name for bucket in mine for one in bucket.reductions]
+        names = [reduction.name for bucket in buckets for reduction in bucket.reductions]
         self.reads.update(ports[name].name for name in names)
         gradients = self.program.ports(Role.GRADIENT)
         summed = {name: [p.name for p in gradients if p.fqn == name] for name in names}
@@ -125,16 +125,16 @@ class Handlers:
         made = {name: results[summed[name][0]].meta["val"] for name in names}
 
         def part(step: Step, name: str) -> torch.Tensor:
-            found = local_gradient(self.program, name, step)
-            for one in summed[name]:
-                step.sums.pop(one, None)
-            if found is None:  # read here, but without influence on the loss
+            gradient = local_gradient(self.program, name, step)
+            for port_name in summed[name]:
+                step.sums.pop(port_name, None)
+            if gradient is None:  # read here, but without influence on the loss
                 return _nothing(step.values[0][ports[name].name], made[name])
-            return found
+            return gradient
 
         def reduce(step: Step, _: int) -> None:
-            for bucket in mine:
-                parts = [part(step, one.name) for one in bucket.reductions]
+            for bucket in buckets:
+                parts = [part(step, reduction.name) for reduction in bucket.reductions]
                 step.reducing.append((step.at, step.transport.reduce(bucket, parts)))
 
         return reduce

@@ -82,20 +82,21 @@ class RankRunner:
         arrived = (acknowledged(schedule) if known is None else known)[rank]
         self.instructions = self._bound(arrived)
         self.sizes = tuple(port.name for port in self.program.ports(Role.SIZE))
+        # A cache of this runner's own: one on the method would keep every runner.
         self._messages = functools.lru_cache(MOST_SIZES)(self._messages_at)
 
-    def _bound(self, known: Mapping[int, Mapping[int, int]]) -> list[Instruction]:
+    def _bound(self, arrivals: Mapping[int, Mapping[int, int]]) -> list[Instruction]:
         table: dict[tuple[int, Do, int | None], Handler] = {}
-        found = []
+        instructions = []
         drops = self.wiring.last_uses(self.actions)
         for index, action in enumerate(self.actions):
             key = action.stage, action.do, action.peer
             if key not in table:
                 table[key] = self.handlers.of(action)
             microbatch = -1 if action.microbatch is None else action.microbatch
-            arrived = tuple(known.get(index, {}).items())
-            found.append(Instruction(table[key], microbatch, drops[index], arrived))
-        return found
+            arrived = tuple(arrivals.get(index, {}).items())
+            instructions.append(Instruction(table[key], microbatch, drops[index], arrived))
+        return instructions
 
     @cached_property
     def state(self) -> tuple[Port, ...]:
@@ -127,9 +128,11 @@ class RankRunner:
     ) -> Step:
         """A step on this rank: `state` by canonical names, `part` of its pipeline. Raises
         ValueError if that has another number of microbatches than the schedule."""
-        found, asked = len(part.inputs), self.schedule.microbatches
-        if found != asked:
-            raise ValueError(f"a pipeline gets {found} microbatches, the schedule is for {asked}")
+        count, expected = len(part.inputs), self.schedule.microbatches
+        if count != expected:
+            raise ValueError(
+                f"a pipeline gets {count} microbatches, the schedule is for {expected}"
+            )
         held = {port.name: as_computed(port, state[port.fqn]) for port in self.state}
         place = transport.device
         held |= {n: v if place is None else v.to(place) for n, v in self.constants.items()}
@@ -139,7 +142,7 @@ class RankRunner:
             part=part,
             sizes=dict(zip(self.sizes, sizes, strict=True)),
             envelopes=self._messages(sizes).envelopes,
-            values=[{**held, **given} for given in part.inputs],
+            values=[{**held, **inputs} for inputs in part.inputs],
             buffers={name: held[name] for name in self.handlers.buffers if name in held},
             results=[{} for _ in part.inputs],
         )
@@ -171,6 +174,7 @@ class RankRunner:
 
     def _loop(self, step: Step, indices: range, observe: Observer | None) -> None:
         is_profiled = _torch.is_profiled()
+        # The loop's variable is the step's own field: other threads look where the rank is.
         for step.at in indices:
             handler, microbatch, drops, arrived = self.instructions[step.at]
             if is_profiled:
@@ -189,6 +193,7 @@ class RankRunner:
     def _reduced(self, step: Step) -> None:
         """Waits for the gradients that are on their way."""
         for index, reducing in step.reducing:
+            # What fails while it is waited for is blamed on the action that began it.
             step.at = index
             step.gradients |= reducing.wait()
             action = self.actions[step.at]
@@ -208,22 +213,23 @@ class RankRunner:
         """This rank's messages where the size ports have such values, in their order."""
         named = dict(zip(self.sizes, sizes, strict=False))
         messages = self.handlers.messages.items()
-        return Messages({node: self.wiring.envelope(one, named) for node, one in messages})
+        return Messages({node: self.wiring.envelope(message, named) for node, message in messages})
 
     def _expected(self, step: Step, start: int, end: int) -> dict[int, Channel]:
         """By their source the messages that arrive during a part of the schedule."""
-        known = self._messages(tuple(step.sizes.values())).expected
-        if (start, end) not in known:
-            found: dict[int, list[Envelope]] = {}
+        expected = self._messages(tuple(step.sizes.values())).expected
+        if (start, end) not in expected:
+            envelopes_of: dict[int, list[Envelope]] = {}
             for action in self.actions[start:end]:
                 if action.do in RECEIVES:
                     message = self.wiring.message(action)
-                    found.setdefault(message.source, []).append(step.envelopes[message.node])
+                    envelopes_of.setdefault(message.source, []).append(step.envelopes[message.node])
             most = MOST_QUEUED if self._on_cuda else MOST
-            known[start, end] = {
-                source: Channel(tuple(envelopes), most) for source, envelopes in found.items()
+            expected[start, end] = {
+                source: Channel(tuple(envelopes), most)
+                for source, envelopes in envelopes_of.items()
             }
-        return known[start, end]
+        return expected[start, end]
 
 
 @attrs.frozen(eq=False)

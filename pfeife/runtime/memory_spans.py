@@ -17,7 +17,7 @@ def overlapping(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor,
     [0, 1]
     """
     spans = []
-    for tensor in {id(one): one for one in tensors}.values():
+    for tensor in {id(tensor): tensor for tensor in tensors}.values():
         if tensor.numel() and not is_absent(tensor):
             steps = zip(tensor.shape, tensor.stride(), strict=True)
             last = sum((size - 1) * stride for size, stride in steps)
@@ -25,6 +25,6 @@ def overlapping(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor,
             end = start + (last + 1) * tensor.element_size()
             spans.append((str(tensor.device), start, end, tensor))
     spans.sort(key=lambda span: span[:3])
-    for (device, _, end, one), (other_device, start, _, other) in pairwise(spans):
+    for (device, _, end, left), (other_device, start, _, right) in pairwise(spans):
         if device == other_device and start < end:
-            yield one, other
+            yield left, right

@@ -19,7 +19,9 @@ class PhaseGuard:
     def running(self, forward: bool, backward: bool) -> Iterator[None]:
         """While phases run. Raises RuntimeError if they cannot: each runs once, in this order, and
         none after a failure; ValueError if the schedule has no phases."""
-        wanted = {name for name, asked in (("forward", forward), ("backward", backward)) if asked}
+        wanted = {
+            name for name, is_wanted in (("forward", forward), ("backward", backward)) if is_wanted
+        }
         self._check_alive()
         if len(wanted) == 1 and not self.divided:
             raise ValueError(

@@ -55,9 +55,9 @@ class PipelineStep(ABC):
     def set_tangents(self, tangents: Tangents) -> None:
         """The gradients of the outputs, before the backward."""
         for step in self.steps:
-            mine = tangents[step.part.first : step.part.first + len(step.values)]
-            for values, given in zip(step.values, mine, strict=True):
-                values.update(moved(given, step.transport.device))
+            own_tangents = tangents[step.part.first : step.part.first + len(step.values)]
+            for values, gradients in zip(step.values, own_tangents, strict=True):
+                values.update(moved(gradients, step.transport.device))
 
 
 S = TypeVar("S", bound=PipelineStep)
@@ -118,7 +118,7 @@ def parts_of(
     """The inputs of a step, of which every replica gets an equal part: those of all, or of some
     `replicas`. The other arguments are those of `evaluate`. Raises ValueError for inputs that do
     not fit."""
-    each, left = divmod(len(microbatches), program.replicas)
+    share, left = divmod(len(microbatches), program.replicas)
     if left:
         raise ValueError(f"{len(microbatches)} microbatches for {program.replicas} replicas")
     divided = loss_divisors(program, microbatches)
@@ -126,14 +126,18 @@ def parts_of(
 
     def inputs(index: int) -> dict[str, torch.Tensor]:
         batch = named_batch(program, microbatches[index], index)
-        given = tangents[index] if tangents is not None else None
-        return arriving[index] | step_inputs(program, batch, index, seed, given)
+        output_tangents = tangents[index] if tangents is not None else None
+        return arriving[index] | step_inputs(program, batch, index, seed, output_tangents)
 
     chosen = range(program.replicas) if replicas is None else replicas
-    ranges = [range(replica * each, (replica + 1) * each) for replica in chosen]
+    ranges = [range(replica * share, (replica + 1) * share) for replica in chosen]
     return [
-        Part(mine.start, [inputs(index) for index in mine], divided[mine.start : mine.stop])
-        for mine in ranges
+        Part(
+            indices.start,
+            [inputs(index) for index in indices],
+            divided[indices.start : indices.stop],
+        )
+        for indices in ranges
     ]
 
 

@@ -88,16 +88,16 @@ def profile(
 class LiveTensors(TorchDispatchMode):
     """Counts the bytes of all storages that operations of this thread make, while they live.
 
-    Those of `known` tensors are not counted. Gives a point of the curve for every action.
+    Those of `existing` tensors are not counted. Gives a point of the curve for every action.
     """
 
-    def __init__(self, known: Iterable[torch.Tensor], device: torch.device):
+    def __init__(self, existing: Iterable[torch.Tensor], device: torch.device):
         super().__init__()
         self.device = device
         self.live: dict[int, tuple[StorageWeakRef, int]] = {}
         self.bytes = self.peak = 0
         self.points: list[MemoryPoint] = []
-        for tensor in known:
+        for tensor in existing:
             self._add(tensor, 0)
 
     def _add(self, tensor: torch.Tensor, size: int) -> None:
@@ -165,16 +165,19 @@ def profile_memory(
     pipeline(state, microbatches, **options)
     step = pipeline.start(state, microbatches, **options)
     program, rank = pipeline.program, pipeline.transport.rank
-    given = [one.microbatch if isinstance(one, Counted) else one for one in microbatches]
-    batch = [x for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor)]
+    inputs = [
+        microbatch.microbatch if isinstance(microbatch, Counted) else microbatch
+        for microbatch in microbatches
+    ]
+    batch = [x for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor)]
     held = {"batch": sum(tensor.nbytes for tensor in batch)}
     for role, word in ((Role.PARAMETER, "parameters"), (Role.BUFFER, "buffers")):
-        found = holders(program, role)
-        mine = [name for name, calls in found.items() if any(c.rank == rank for c in calls)]
-        held[word] = sum(state[name].nbytes for name in mine)
+        calls_of = holders(program, role)
+        names = [name for name, calls in calls_of.items() if any(c.rank == rank for c in calls)]
+        held[word] = sum(state[name].nbytes for name in names)
     if optimizer is not None:
-        kept = [x for x in pytree.tree_leaves(list(optimizer.state.values()))]
-        held["optimizer"] = sum(x.nbytes for x in kept if isinstance(x, torch.Tensor))
+        leaves = [x for x in pytree.tree_leaves(list(optimizer.state.values()))]
+        held["optimizer"] = sum(x.nbytes for x in leaves if isinstance(x, torch.Tensor))
     buffers = pipeline.transport.buffers.tensors
     held["receive buffers"] = sum(buffer.nbytes for buffer in buffers)
     if pipeline.device.type == "cuda":
@@ -182,18 +185,18 @@ def profile_memory(
         step.run(watch=watch)
         points = watch.points
     else:
-        known = [
+        existing = [
             *buffers,
             *state.values(),
             *(v for values in step.step.values for v in values.values()),
         ]
-        with LiveTensors(known, pipeline.device) as tensors:
+        with LiveTensors(existing, pipeline.device) as tensors:
             step.run(watch=tensors)
         points = tensors.points
     text = plain.to_json(MemoryCurve(rank, held, tuple(points)))
     texts, mesh = pipeline.transport.world.from_all_ranks(text), pipeline.mesh
-    theirs = (texts[mesh.in_world(replica, rank)] for rank in range(mesh.ranks))
-    return tuple(plain.from_json(MemoryCurve, one) for one in theirs)
+    replica_texts = (texts[mesh.in_world(replica, rank)] for rank in range(mesh.ranks))
+    return tuple(plain.from_json(MemoryCurve, text) for text in replica_texts)
 
 
 def _ordered(events: list[Event]) -> Timeline:

@@ -29,9 +29,13 @@ def trained_on(program: Program, rank: int, replica: int | None = None) -> froze
     """The names of the parameters whose gradients a rank has after a step; None: one that runs all
     replicas."""
     made = {p.fqn for p in program.ports(Role.GRADIENT) if owner(program, p) == rank}
-    reduced = [one for one in program.reductions if rank in one.ranks]
-    kept = {one.name for one in reduced if replica is None or one.owner in (None, replica)}
-    return frozenset((made - {one.name for one in reduced}) | kept)
+    reduced = [reduction for reduction in program.reductions if rank in reduction.ranks]
+    owned = {
+        reduction.name
+        for reduction in reduced
+        if replica is None or reduction.owner in (None, replica)
+    }
+    return frozenset((made - {reduction.name for reduction in reduced}) | owned)
 
 
 def updated_buffers(program: Program) -> dict[str, str]:
@@ -43,10 +47,10 @@ def updated_buffers(program: Program) -> dict[str, str]:
 def outputs_by_node(program: Program) -> dict[str, list[Port]]:
     """The output ports of every node that is one, by its name."""
     results = returned(program.module)
-    found: dict[str, list[Port]] = {}
+    ports_of: dict[str, list[Port]] = {}
     for port in program.outputs:
-        found.setdefault(results[port.name].name, []).append(port)
-    return found
+        ports_of.setdefault(results[port.name].name, []).append(port)
+    return ports_of
 
 
 def local_gradient(program: Program, name: str, step: Step) -> torch.Tensor | None:
@@ -74,17 +78,17 @@ def result_of(program: Program, rank: int, step: Step) -> Result:
         if port.name in results
     ]
     gradients = {
-        name: found
+        name: gradient
         for name in dict.fromkeys(port.fqn for port in program.ports(Role.GRADIENT))
-        if (found := _gradient(program, name, step)) is not None
+        if (gradient := _gradient(program, name, step)) is not None
     }
     updates, once = program.ports(Role.BUFFER_UPDATE), tracked_names(program)
-    mine = {p.fqn for p in updates if owner(program, p) == rank}
+    names = {p.fqn for p in updates if owner(program, p) == rank}
     return Result(
         loss=combined(losses, step.part.divided) if losses else None,
         outputs=_by_name(step, program.ports(Role.OUTPUT)),
         gradients=gradients,
-        buffers={n: step.buffers[s] for s, n in updated_buffers(program).items() if n in mine},
+        buffers={n: step.buffers[s] for s, n in updated_buffers(program).items() if n in names},
         batch_gradients=_by_name(step, program.ports(Role.BATCH_GRADIENT)),
         statistics=_by_name(step, [port for port in updates if port.fqn in once]),
     )
@@ -100,7 +104,7 @@ def joined(program: Program, results: Sequence[Result], sizes: Mapping[str, int]
     together as `evaluate` does it; `sizes` are those of the step."""
     ranks = len(results) // program.replicas
     pipelines = [_of_pipeline(results[at : at + ranks]) for at in range(0, len(results), ranks)]
-    statistics = tuple(found for part in pipelines for found in part.statistics)
+    statistics = tuple(microbatch for part in pipelines for microbatch in part.statistics)
     first = with_statistics(program, pipelines[0], statistics, sizes)
     if len(pipelines) == 1:
         return first
@@ -120,17 +124,17 @@ def _of_pipeline(ranks: Sequence[Result]) -> Result:
     """Of its ranks: every value is there once, shared gradients are the same on each."""
     gradients: dict[str, torch.Tensor] = {}
     buffers: dict[str, torch.Tensor] = {}
-    for mine in ranks:
-        gradients |= {n: g for n, g in mine.gradients.items() if n not in gradients}
-        buffers |= mine.buffers
-    losses = [mine.loss for mine in ranks if mine.loss is not None]
+    for result in ranks:
+        gradients |= {n: g for n, g in result.gradients.items() if n not in gradients}
+        buffers |= result.buffers
+    losses = [result.loss for result in ranks if result.loss is not None]
     return Result(
         losses[0] if losses else None,
-        _merged([mine.outputs for mine in ranks]),
+        _merged([result.outputs for result in ranks]),
         gradients,
         buffers,
-        _merged([mine.batch_gradients for mine in ranks]),
-        statistics=_merged([mine.statistics for mine in ranks]),
+        _merged([result.batch_gradients for result in ranks]),
+        statistics=_merged([result.statistics for result in ranks]),
     )
 
 

@@ -37,9 +37,11 @@ def adopted(
     the plan's `curves` (see `curves_of`).
     """
     _check_program(plan, program)
-    found, each = len(plan.schedule.ranks), plan.schedule.microbatches
-    if ranks not in (None, found):
-        raise ValueError(f"option plan: it is for {found} ranks a pipeline, and there are {ranks}")
+    rank_count, each = len(plan.schedule.ranks), plan.schedule.microbatches
+    if ranks not in (None, rank_count):
+        raise ValueError(
+            f"option plan: it is for {rank_count} ranks a pipeline, and there are {ranks}"
+        )
     if microbatches > each:
         raise ValueError(
             f"option plan: it runs {each} microbatches, and this batch is cut into {microbatches}; "
@@ -70,17 +72,17 @@ def _of_first(plan: Plan, microbatches: int) -> Plan:
 
 
 def _check_program(plan: Plan, program: Program) -> None:
-    found = len(plan.stage_of_cluster)
-    if found != program.units:
+    clusters = len(plan.stage_of_cluster)
+    if clusters != program.units:
         raise ValueError(
-            f"option plan: it is for {found} clusters, and this program has {program.units}: plan "
-            "anew, or give the options (split_at, passes) and the model that it was made with"
+            f"option plan: it is for {clusters} clusters, and this program has {program.units}: "
+            "plan anew, or give the options (split_at, passes) and the model that it was made with"
         )
-    mine = program_digest(program)
-    if plan.program not in (None, mine):
+    digest = program_digest(program)
+    if plan.program not in (None, digest):
         raise ValueError(
-            f"option plan: it was made for the program {plan.program}, and this is {mine}: another "
-            "model, other passes, or operations of another version of torch; plan anew"
+            f"option plan: it was made for the program {plan.program}, and this is {digest}: "
+            "another model, other passes, or operations of another version of torch; plan anew"
         )
 
 

@@ -62,6 +62,7 @@ class PlanRequest:
 
     def bytes_of(self, plan: Plan) -> list[int]:
         """Bytes of every rank, as the sums have them by which the plan was made."""
+        # Cuts that left out what microbatches save counted only what is there all the time.
         if saved_is_open(self.recompute) and not self.searches:
             m = plan.schedule.microbatches
             return self.account.always(plan.stage_of_cluster, plan.stage_ranks, m)

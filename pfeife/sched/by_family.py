@@ -46,6 +46,8 @@ def of_family(
     _refuse_other(f"the family {family}", made, placed, m)
     order = _over(made, constraints.ranks)
     _check_split(order, program)
+    # What is recomputed is decided after the cuts: until then a microbatch counts as saving
+    # nothing.
     flying = (0,) * count if saved_is_open(recompute) else in_flight(order)
     stage_of = constraints.cuts or cut_for(account, constraints, order, flying)
     problem = _problem(account, stage_of, placed, constraints)
@@ -104,8 +106,8 @@ def cut_for(
         lowered = insert_actions(order, transfers(problem))
         return simulate(lowered, seconds_of(problem)).seconds, message_seconds(problem)
 
-    each = sum(map(len, order.ranks))
-    return best_cut(cutter, _others(cutter, constraints), judge, constraints.tolerance, each)
+    operations = sum(map(len, order.ranks))
+    return best_cut(cutter, _others(cutter, constraints), judge, constraints.tolerance, operations)
 
 
 def _others(cutter: Cutter, constraints: Constraints) -> Iterator[tuple[int, ...]]:
@@ -168,11 +170,11 @@ def _asked(make: Callable[[Problem], Schedule], problem: Problem) -> Schedule:
 
 
 def _refuse_other(maker: str, made: Schedule, placed: Sequence[int], microbatches: int) -> None:
-    found = made.stage_ranks
-    if found != tuple(placed) or made.microbatches != microbatches:
+    stage_ranks = made.stage_ranks
+    if stage_ranks != tuple(placed) or made.microbatches != microbatches:
         raise ValueError(
             f"{maker}: it returned {made.microbatches} microbatches of stages on ranks "
-            f"{list(found)}; asked for are {microbatches} of stages on ranks {list(placed)}"
+            f"{list(stage_ranks)}; asked for are {microbatches} of stages on ranks {list(placed)}"
         )
 
 

@@ -27,10 +27,12 @@ def follow(
     allowed = [_common(program, group, wanted, owners) for group in groups]
     if ranks is not None:
         allowed = _shared(program, groups, allowed, owners, ranks)
+    # What comes before any owned state goes to where the first of it is: nothing else binds it.
     at = min(next((common for common in allowed if common), {0}))
     rank_of: list[int] = []
     for group, common in zip(groups, allowed, strict=True):
         if common and at not in common:
+            # Of several owners the next one down the pipeline: stages go back only if they must.
             at = min((rank for rank in common if rank > at), default=min(common))
         rank_of += [at] * len(group)
     stage_of = accumulate((int(a != b) for a, b in pairwise(rank_of)), initial=0)
@@ -46,11 +48,11 @@ def _together(program: Program) -> list[range]:
 
 def _wanted(program: Program, owners: Owners) -> dict[int, list[str]]:
     """By cluster the owned state that it uses."""
-    found: dict[int, list[str]] = {}
+    names_of: dict[int, list[str]] = {}
     for name, users in holders(program, Role.PARAMETER, Role.BUFFER).items():
         for unit in {call.unit for call in users} if name in owners else ():
-            found.setdefault(unit, []).append(name)
-    return found
+            names_of.setdefault(unit, []).append(name)
+    return names_of
 
 
 def _common(
@@ -61,7 +63,7 @@ def _common(
     common = frozenset[int]().union(*(owners[name] for name in names[:1]))
     for name in names[1:]:
         if not common & owners[name]:
-            first = next(other for other in names if not owners[other] & owners[name])
+            first = next(earlier for earlier in names if not owners[earlier] & owners[name])
             body = program.body(program.call(Kind.FORWARD, group[0])).graph
             node = next(node for node in body.nodes if node.op == "call_function")
             raise ValueError(
@@ -88,15 +90,16 @@ def _shared(
     trained = {port.fqn for port in program.ports(Role.GRADIENT)} - set(owners)
     users = holders(program)
     new = {call.unit for name in trained for call in users.get(name, ())}
-    found: list[frozenset[int]] = []
-    for known, run in groupby(zip(groups, allowed, strict=True), lambda pair: bool(pair[1])):
+    shared: list[frozenset[int]] = []
+    for is_owned, run in groupby(zip(groups, allowed, strict=True), lambda pair: bool(pair[1])):
         pairs = list(run)
         units = [unit for group, _ in pairs for unit in group]
-        if known or len(pairs) < ranks or not new & set(units):
-            found += [common for _, common in pairs]
+        if is_owned or len(pairs) < ranks or not new & set(units):
+            shared += [common for _, common in pairs]
             continue
         costs = [sum(seconds[unit] for unit in group) or 1.0 for group, _ in pairs]
         ends = list(accumulate(costs))
+        # A group goes to the rank in whose even share of all seconds its middle lies.
         middles = [end - cost / 2 for end, cost in zip(ends, costs, strict=True)]
-        found += [frozenset({int(ranks * middle / ends[-1])}) for middle in middles]
-    return found
+        shared += [frozenset({int(ranks * middle / ends[-1])}) for middle in middles]
+    return shared

@@ -87,7 +87,7 @@ def search_plan(
     budget = effort.budget()
     budget.tick, budget.seen = _ticks(budget, progress), _telling(watched)
     duplicated = account.work.duplicated
-    found = search_workload(
+    plan = search_workload(
         account,
         constraints,
         budget,
@@ -96,7 +96,7 @@ def search_plan(
         options=lambda: _options(program, constraints.machine, duplicated),
         after=after,
     )
-    return attrs.evolve(found, duplicated=duplicated)
+    return attrs.evolve(plan, duplicated=duplicated)
 
 
 def _ticks(budget: Budget, progress: Progress | None) -> Callable[[], None]:
@@ -151,15 +151,16 @@ def search_workload(
     problems = [layout.problem for layout in roomy]
     whole = _Whole(after)
     judge = whole.of(roomy)
-    at, found = search_within(problems, budget.part(0.65), seed=seed, jobs=jobs, further=judge)
+    at, result = search_within(problems, budget.part(0.65), seed=seed, jobs=jobs, further=judge)
     layout, schedule = _moved(
-        account, constraints, roomy[at], found.schedule, budget.part(0.5), whole
+        account, constraints, roomy[at], result.schedule, budget.part(0.5), whole
     )
-    interrupted, bound = found.interrupted, None
-    if found.gap > 1e-6 and not budget.over():
+    interrupted, bound = result.interrupted, None
+    if result.gap > 1e-6 and not budget.over():
         _, again = search_within(
             [layout.problem],
             budget.part(1.0),
+            # the first search had the seeds from `seed` to `seed + jobs - 1`
             seed=seed + jobs,
             jobs=jobs,
             seeds=[[schedule]],
@@ -173,6 +174,7 @@ def search_workload(
         schedule,
         stage_seconds=tuple(stage.seconds for stage in layout.problem.stages),
         step_seconds=seconds,
+        # rounding may put a bound just above the step that reaches it
         bound_seconds=min(lower_bound(layout.problem) if bound is None else bound, seconds),
         recompute=_recompute(account, layout),
         interrupted=interrupted,
@@ -184,14 +186,14 @@ def _recompute(account: Account, layout: Layout) -> tuple[RecomputeOption, ...]:
     relief = layout.relief
     if not relief.options:
         return ()
-    found = []
+    options = []
     for units in units_of(layout.stage_of, len(layout.problem.stages)):
-        mine = [relief.options[unit] for unit in units if unit in relief.options]
-        names = tuple(name for option in mine for name in option.names)
-        extra = sum(option.extra_seconds for option in mine)
+        unit_options = [relief.options[unit] for unit in units if unit in relief.options]
+        names = tuple(name for option in unit_options for name in option.names)
+        extra = sum(option.extra_seconds for option in unit_options)
         saved = max(account.held(units).late - relief.of(units), 0)
-        found.append(RecomputeOption(saved, extra, names))
-    return tuple(found)
+        options.append(RecomputeOption(saved, extra, names))
+    return tuple(options)
 
 
 @attrs.frozen
@@ -201,6 +203,7 @@ class _Whole:
     after: After | None
 
     def seconds(self, layout: Layout, schedule: Schedule) -> float:
+        """The makespan of a layout's schedule, and what comes after it."""
         alone = makespan(layout.problem, schedule)
         return alone + (self.after(layout.stage_of, layout.problem, schedule) if self.after else 0)
 
@@ -227,23 +230,27 @@ def _moved(
     best = score.of(*first)
     starts, placement = list(borders(layout.stage_of)), layout.problem.stage_ranks
     edges = [0, *open_borders(units, account.work.blocked), units]
-    each = _JUDGED * sum(map(len, schedule.ranks))
+    work = _JUDGED * sum(map(len, schedule.ranks))
     moved = constraints.cuts is None
     while moved:
         moved = False
         for at, step in itertools.product(range(len(starts)), STEPS):
-            if budget.left < each or budget.over(each):
+            if budget.left < work or budget.over(work):
                 return layout, schedule
             tried = moved_to(edges, starts, [(at, step)])
             if tried is None:
                 continue
-            budget.spend(each)
+            budget.spend(work)
             cut = stages_from(tried, units)
-            other = layout_of(account, constraints, cut, placement, layout.relief)
-            if other.shortage <= 0 and fits(other.problem, schedule):
-                found = score.of(whole.seconds(other, schedule), message_seconds(other.problem))
-                if found < best * (1 - 1e-9):
-                    layout, best, starts, moved = other, found, tried, True
+            # What is recomputed is said by cluster, so it moves with its cluster to the other
+            # stage.
+            candidate = layout_of(account, constraints, cut, placement, layout.relief)
+            if candidate.shortage <= 0 and fits(candidate.problem, schedule):
+                count = score.of(
+                    whole.seconds(candidate, schedule), message_seconds(candidate.problem)
+                )
+                if count < best * (1 - 1e-9):
+                    layout, best, starts, moved = candidate, count, tried, True
     return layout, schedule
 
 

@@ -18,21 +18,26 @@ log = logging.getLogger("pfeife")
 def cuts_by_hand(
     program: Program, cuts: Sequence[int] | None, stages: int | None
 ) -> tuple[int, ...] | None:
-    found = tuple(cuts) if cuts else marked(program)
-    if not cuts and found[-1] == 0:
+    """The stage of every cluster by the given cuts, else by the markers in the model; None where
+    there are neither."""
+    stage_of = tuple(cuts) if cuts else marked(program)
+    if not cuts and stage_of[-1] == 0:
         return None
-    if len(found) != program.units:
-        raise ValueError(f"cuts for {len(found)} clusters, the program has {program.units}")
-    count = 1 + max(found)
-    if set(found) != set(range(count)):
-        missing = sorted(set(range(count)) - set(found)) or sorted(set(found) - set(range(count)))
+    if len(stage_of) != program.units:
+        raise ValueError(f"cuts for {len(stage_of)} clusters, the program has {program.units}")
+    count = 1 + max(stage_of)
+    if set(stage_of) != set(range(count)):
+        # `count` is one more than the greatest: where no stage is missing, some are below 0.
+        missing = sorted(set(range(count)) - set(stage_of)) or sorted(
+            set(stage_of) - set(range(count))
+        )
         raise ValueError(
-            f"cuts {list(found)}: stages are 0 to the last one, and each has a cluster; look at "
+            f"cuts {list(stage_of)}: stages are 0 to the last one, and each has a cluster; look at "
             f"{missing}"
         )
     if stages not in (None, count):
         raise ValueError(f"stages={stages}, but the cuts by hand make {count} stages")
-    return found
+    return stage_of
 
 
 def possible(

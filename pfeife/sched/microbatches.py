@@ -24,23 +24,24 @@ def choose_microbatches(
     a search is shared. Raises ValueError if none of them can be planned, for the first one's
     reason.
     """
-    found: dict[int, Plan] = {}
+    plans: dict[int, Plan] = {}
     refused: list[ValueError] = []
     if search_seconds is None and search_work is None:
         search_seconds = SEARCH_SECONDS
+    # Without programs there is nothing to share; that is refused below.
     effort = Effort(search_seconds, search_work).shared(max(1, len(programs)))
     share: dict[str, Any] = {"search_seconds": effort.seconds, "search_work": effort.work}
     for count, program in programs.items():
         try:
-            found[count] = plan(program, microbatches=count, **share, **request)
+            plans[count] = plan(program, microbatches=count, **share, **request)
         except ValueError as error:
             refused.append(error)
-    if not found:
+    if not plans:
         raise refused[0] if refused else ValueError("no programs to choose from")
 
     def seconds(count: int) -> float:
-        known = found[count].step_seconds
-        return math.inf if known is None else known
+        step_seconds = plans[count].step_seconds
+        return math.inf if step_seconds is None else step_seconds
 
-    best = min(found, key=seconds)
-    return best, found[best]
+    best = min(plans, key=seconds)
+    return best, plans[best]

@@ -121,8 +121,8 @@ def plan(
     >>> flat = pfeife.capture(lambda x: net(x).square().mean(), torch.ones(2, 4))
     >>> core, clusters = machine("cpu-core"), pfeife.fuse()(flat)
     >>> clusters = pfeife.annotate(estimate(clusters, core))(clusters)
-    >>> found = sched.plan(clusters, machine=core, microbatches=4, stages=2)
-    >>> found.stage_of_cluster, found.stage_ranks
+    >>> plan = sched.plan(clusters, machine=core, microbatches=4, stages=2)
+    >>> plan.stage_of_cluster, plan.stage_ranks
     ((0, 1), (0, 1))
     """
     check_recomputed(schedule, recompute)
@@ -130,6 +130,8 @@ def plan(
     if owners:
         stages, (cuts, placement) = None, follow(program, owners, ranks)
         schedule = possible(schedule, placement, microbatches, ranks) if trained else schedule
+    # Stages and ranks are those of the first that says them: the arguments, a schedule that is
+    # given, cuts by hand, a placement; else there is one stage a rank.
     if isinstance(schedule, Schedule):
         ranks = ranks or len(schedule.ranks)
         stages = stages or (None if cuts else schedule.stages)
@@ -151,28 +153,34 @@ def plan(
         cuts=by_hand,
         placement=tuple(placement) if placement else None,
         tolerance=checked_tolerance(message_tolerance),
-        of_ranks=() if all(one == machines[0] for one in machines) else machines,
+        of_ranks=() if all(rank_machine == machines[0] for rank_machine in machines) else machines,
     )
     check_placement(constraints, schedule)
     if schedule == "search" and constraints.ranks == 1:  # nothing to search but what to recompute
         schedule, recompute = "1f1b", "auto"
-    given = replicas_of(replicas)
+    replication = replicas_of(replicas)
     check_cut_at(cut_at)
-    account = _account(program, constraints, owners or (), given.shards, cut_at)
+    account = _account(program, constraints, owners or (), replication.shards, cut_at)
     account = Account(on_machines(account.work, program, machines))
-    for one in {one.name: one for one in machines}.values():
-        for assumed in assumed_rates(program, one):
+    # Machines of one name are alike: each kind warns once.
+    for rank_machine in {rank_machine.name: rank_machine for rank_machine in machines}.values():
+        for assumed in assumed_rates(program, rank_machine):
             log.warning("%s", assumed)
     check_order(account, by_hand)
-    reductions = reductions_of(account, constraints, given)
-    asked = PlanRequest(
+    reductions = reductions_of(account, constraints, replication)
+    request = PlanRequest(
         program=program,
         account=account,
         constraints=constraints,
         schedule=schedule,
         recompute=recompute if trained else None,
         curves=partial(
-            curves_of, program, optimizer=optimizer, replicas=given, owners=owners, more=passes
+            curves_of,
+            program,
+            optimizer=optimizer,
+            replicas=replication,
+            owners=owners,
+            more=passes,
         ),
         search=partial(
             search_plan,
@@ -188,13 +196,14 @@ def plan(
     limited_by = f"memory_limit={limit}"
     if memory_limit is None:
         limited_by = _memory_words(machines)
-    known = (_batch_bytes(program, microbatches, given),) * constraints.ranks
-    reserved = tuple(limit - one for one in limits)
-    found = kept_within(
-        limit, limited_by, asked.make, asked.curves, asked.bytes_of, known, reserved
+    batch_bytes = (_batch_bytes(program, microbatches, replication),) * constraints.ranks
+    # There is one limit, the largest: what another rank has less counts as taken there.
+    reserved = tuple(limit - rank_limit for rank_limit in limits)
+    planned = kept_within(
+        limit, limited_by, request.make, request.curves, request.bytes_of, batch_bytes, reserved
     )
-    found = with_reductions(found, account, constraints, reductions)
-    return attrs.evolve(found, program=program_digest(program))
+    planned = with_reductions(planned, account, constraints, reductions)
+    return attrs.evolve(planned, program=program_digest(program))
 
 
 def _seen(machines: Sequence[Machine], network: Network | None) -> Machine:
@@ -202,7 +211,7 @@ def _seen(machines: Sequence[Machine], network: Network | None) -> Machine:
     known."""
     if network:
         return network.seen_by(machines[0])
-    slowest = min(machines, key=lambda one: one.link_bandwidth)
+    slowest = min(machines, key=lambda machine: machine.link_bandwidth)
     return attrs.evolve(
         machines[0],
         link_bandwidth=slowest.link_bandwidth,
@@ -212,8 +221,8 @@ def _seen(machines: Sequence[Machine], network: Network | None) -> Machine:
 
 
 def _memory_words(machines: Sequence[Machine]) -> str:
-    known = dict.fromkeys((one.memory, one.name) for one in machines)
-    return " and ".join(f"the {size(memory)} of machine {name}" for memory, name in known)
+    memories = dict.fromkeys((machine.memory, machine.name) for machine in machines)
+    return " and ".join(f"the {size(memory)} of machine {name}" for memory, name in memories)
 
 
 def _batch_bytes(program: Program, microbatches: int, replicas: Replicas) -> int:

@@ -31,21 +31,23 @@ class Reductions:
         """Beyond those of a schedule of a problem, whose clusters are in these stages."""
         stages = units_of(stage_of, len(problem.stages))
         sizes = [sum(self.account.work.gradients[unit] for unit in units) for units in stages]
-        count, kept = self.replicas.count, self.replicas.how == "shard"
+        count, is_sharded = self.replicas.count, self.replicas.how == "shard"
         computing = seconds_of(problem)
 
         def seconds(action: Action) -> float:
             if action.do != Do.REDUCE_GRAD:
                 return computing(action)
-            return reducing_seconds(count, sizes[action.stage], kept, self.machine)
+            return reducing_seconds(count, sizes[action.stage], is_sharded, self.machine)
 
         reductions = [
             Reduction(str(stage), (rank,), (stage,), count)
             for stage, rank in enumerate(problem.stage_ranks)
         ]
+        # The difference alone counts: what a rank reduces while others compute costs the step
+        # nothing.
         alone, whole = (
-            simulate(insert_actions(schedule, transfers(problem), mine), seconds).seconds
-            for mine in ((), reductions)
+            simulate(insert_actions(schedule, transfers(problem), added), seconds).seconds
+            for added in ((), reductions)
         )
         return whole - alone
 

@@ -50,8 +50,8 @@ def check_pass(
     """
     before = fingerprint(program)
     result = one(program)
-    given = type(result).__name__
-    assert isinstance(result, Program), f"the pass returned {given}, not a Program"
+    kind = type(result).__name__
+    assert isinstance(result, Program), f"the pass returned {kind}, not a Program"
     assert fingerprint(program) == before, "the pass edited its input"
     result = settle(verify(result))
     assert fingerprint(one(program)) == fingerprint(result), "two runs gave two programs"
@@ -93,8 +93,10 @@ class _Shapes(fx.Interpreter):
         if n.name in self.numbers:
             assert value == n.meta["val"], f"{n.name} is {value}, and said to be {n.meta['val']}"
         if expected is not None and not is_sized_by_data(n):
-            found, said = list(value.shape), list(expected.shape)
-            assert found == said, f"{n.name} is {found}, and its sizes say {said}"
+            shape, expected_shape = list(value.shape), list(expected.shape)
+            assert shape == expected_shape, (
+                f"{n.name} is {shape}, and its sizes say {expected_shape}"
+            )
         return value
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -119,19 +121,22 @@ def assert_same(
 
 
 def _assert_tensor(
-    name: str, one: torch.Tensor, other: torch.Tensor, close: bool, within: float | None
+    name: str, first: torch.Tensor, second: torch.Tensor, close: bool, within: float | None
 ) -> None:
-    assert one.shape == other.shape and one.dtype == other.dtype, f"{name} has another form"
-    if close and one.dtype.is_floating_point:
-        most = one.abs().max().item() if within and one.numel() else 0.0
+    assert first.shape == second.shape and first.dtype == second.dtype, f"{name} has another form"
+    if close and first.dtype.is_floating_point:
+        most = first.abs().max().item() if within and first.numel() else 0.0
         rtol, atol = (0.0, within * most) if within else (1e-4, 1e-5)
-        torch.testing.assert_close(one, other, rtol=rtol, atol=atol, msg=lambda m: f"{name}: {m}")
+        torch.testing.assert_close(
+            first, second, rtol=rtol, atol=atol, msg=lambda m: f"{name}: {m}"
+        )
     else:
-        same = torch.equal(_bits(one), _bits(other))
-        assert same, f"{name} differs by up to {(one - other).abs().max().item()}"
+        same = torch.equal(_bits(first), _bits(second))
+        assert same, f"{name} differs by up to {(first - second).abs().max().item()}"
 
 
 def _bits(value: torch.Tensor) -> torch.Tensor:
+    # As bytes a NaN is equal to itself, and 0.0 is not equal to -0.0.
     return value.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -143,7 +148,7 @@ def eager_accumulation(
     The model's gradients and buffers are put back afterwards.
     """
     before = copy.deepcopy(model.state_dict())
-    kept = {parameter: parameter.grad for parameter in model.parameters()}
+    old_gradients = {parameter: parameter.grad for parameter in model.parameters()}
     model.zero_grad(set_to_none=True)
     losses = []
     for microbatch in microbatches:
@@ -157,7 +162,7 @@ def eager_accumulation(
     }
     gradients = own_gradients(model)
     model.load_state_dict(before)
-    for parameter, gradient in kept.items():
+    for parameter, gradient in old_gradients.items():
         parameter.grad = gradient
     loss = combined(losses, [len(losses)] * len(losses))
     return Result(loss, tuple({} for _ in losses), gradients, changed)

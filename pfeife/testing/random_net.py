@@ -43,30 +43,31 @@ class RandomNet(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         values = [x]
         for index, layer in enumerate(self.layers):
-            one, other = values[layer.first], values[layer.second]
-            values.append(self._run(index, layer.operation, one, other))
+            first, second = values[layer.first], values[layer.second]
+            values.append(self._run(index, layer.operation, first, second))
+        # The second term is a skip connection, over half of the net.
         return self.shared(values[-1]) + values[len(values) // 2]
 
     def _run(
-        self, index: int, operation: str, one: torch.Tensor, other: torch.Tensor
+        self, index: int, operation: str, first: torch.Tensor, second: torch.Tensor
     ) -> torch.Tensor:
         if str(index) in self.modules_of:
-            return self.modules_of[str(index)](one)
+            return self.modules_of[str(index)](first)
         if operation == "tied":
-            return one @ self.shared.weight
+            return first @ self.shared.weight
         if operation == "relu":
-            return one.relu()
+            return first.relu()
         if operation == "add":
-            return one + other
+            return first + second
         if operation == "mul":
-            return one * other.tanh()
+            return first * second.tanh()
         if operation == "swap":
-            return one.flip(1)
+            return first.flip(1)
         if operation == "number":
-            return one * other.mean().tanh().item()
+            return first * second.mean().tanh().item()
         if operation in ("rows", "count"):
-            (chosen,) = (other[:, 0] > 0).nonzero(as_tuple=True)
-            parts = one[chosen] if operation == "rows" else one[chosen] / (1 + len(chosen))
-            return one.index_add(0, chosen, parts)
-        left, right = one.chunk(2, dim=1)
-        return torch.cat([right, left + other[:, :2]], dim=1)
+            (chosen,) = (second[:, 0] > 0).nonzero(as_tuple=True)
+            parts = first[chosen] if operation == "rows" else first[chosen] / (1 + len(chosen))
+            return first.index_add(0, chosen, parts)
+        left, right = first.chunk(2, dim=1)
+        return torch.cat([right, left + second[:, :2]], dim=1)

@@ -80,7 +80,9 @@ def recomputing(draw: st.DrawFn, plan: Plan, program: Program) -> Plan:
         choice = functools.partial(
             choose_recompute, partition(plan)(program), machine=machine("cpu-core")
         )
-        least, most = (max(one.saved for one in choice(budget)) for budget in ("full", "none"))
+        least, most = (
+            max(option.saved for option in choice(budget)) for budget in ("full", "none")
+        )
         budgets: Any = st.integers(least, max(least, most)) | st.sampled_from(
             ["none", "full", "selective"]
         )
@@ -90,6 +92,8 @@ def recomputing(draw: st.DrawFn, plan: Plan, program: Program) -> Plan:
     for name, group in groups.items():
         if group.kind == Kind.FORWARD and name not in plan.duplicated:
             names[plan.stage_of_cluster[group.unit]].append(name)
-    drawn = [draw(st.sets(st.sampled_from(one or [""]))) - {""} for one in names]
-    options = [RecomputeOption(names=tuple(sorted(one))) for one in drawn]
+    # Nothing can be drawn from an empty list: a stage without such nodes draws "", which is then
+    # taken out again.
+    drawn = [draw(st.sets(st.sampled_from(stage_names or [""]))) - {""} for stage_names in names]
+    options = [RecomputeOption(names=tuple(sorted(chosen))) for chosen in drawn]
     return attrs.evolve(plan, recompute=tuple(options))

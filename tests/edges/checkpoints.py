@@ -287,6 +287,7 @@ def a_run_that_goes_on_is_the_same():
         first = Run()
         checkpoints = first.checkpoints(folder)
         expected = first.train(9, lambda done: done == 3 and checkpoints.save(done, wait=False))
+        checkpoints.wait()
         again = Run()
         random.seed(5)
         numpy.random.seed(5)

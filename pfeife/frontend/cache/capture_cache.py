@@ -37,10 +37,10 @@ def kept(
     except ValueError as reason:
         log.info("this capture is not looked for in the cache: %s", reason)
         return make()
-    found = find(folder, digest)
-    if found is not None:
+    cached = find(folder, digest)
+    if cached is not None:
         log.debug("captured before: %s", _path(folder, digest))
-        return found
+        return cached
     program = make()
     try:
         stored = store(program, digest)

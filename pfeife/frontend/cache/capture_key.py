@@ -40,34 +40,43 @@ class Traceable:
     roots: Mapping[str, str]
 
 
-def key_of(asked: Traceable) -> str:
+def key_of(traceable: Traceable) -> str:
     """A digest that only those have who have the same program. Raises ValueError, with the reason,
     where that cannot be told: the step is traced as it runs, or its graph has something in it that
     runs code of others (a custom operation, a library's kernel)."""
-    found = hashlib.sha256()
-    for line in _lines(asked):
-        found.update(line.encode(errors="surrogatepass") + b"\0")
-    return found.hexdigest()
+    digest = hashlib.sha256()
+    for line in _lines(traceable):
+        # A string of the user may have lone surrogates. The zero byte tells two lines from one that
+        # has the text of both.
+        digest.update(line.encode(errors="surrogatepass") + b"\0")
+    return digest.hexdigest()
 
 
-def _lines(asked: Traceable) -> Iterator[str]:
-    step = asked.step
+def _lines(traceable: Traceable) -> Iterator[str]:
+    step = traceable.step
     if step.graph is None:
         raise ValueError("the step is traced as it runs, and that is the only way to know it")
-    devices = {a.example.device for a in asked.arguments if isinstance(a.example, torch.Tensor)}
+    devices = {a.example.device for a in traceable.arguments if isinstance(a.example, torch.Tensor)}
     yield f"format {FORMAT}"
     yield f"pfeife {sources(Path(__file__).parents[2])}"
     yield from _torch.surroundings(sorted(devices, key=str))
-    sizes = sizes_of_arguments(asked.arguments)
+    sizes = sizes_of_arguments(traceable.arguments)
     names = {symbol: _torch.name_of_size(name) for symbol, (name, _) in sizes.items()}
-    for one in asked.arguments:
-        yield spelled([one.name, one.role and one.role.value, one.names, one.batch_dim])
-        yield spelled([one.position, _example(one.example, names)])
+    for argument in traceable.arguments:
+        yield spelled(
+            [
+                argument.name,
+                argument.role and argument.role.value,
+                argument.names,
+                argument.batch_dim,
+            ]
+        )
+        yield spelled([argument.position, _example(argument.example, names)])
     open_sizes = [size for _, size in sizes.values()]
     yield spelled([[size.node.hint for size in open_sizes], [*map(str, names.values())]])
     yield spelled(_torch.assumed_of_sizes(open_sizes, names))
-    yield spelled([asked.loss, list(asked.result_dims), dict(asked.roots)])
-    yield spelled([(result, one.name) for result, one in asked.carried])
+    yield spelled([traceable.loss, list(traceable.result_dims), dict(traceable.roots)])
+    yield spelled([(result, argument.name) for result, argument in traceable.carried])
     yield spelled([sorted(step.shared()), [value.requires_grad for value in step.results]])
     yield from _graph(step.graph)
 
@@ -79,6 +88,7 @@ def _example(value: Any, names: Mapping[Any, Any]) -> Any:
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
         return value
     layout = [_torch.named_sizes(numbers, names) for numbers in (value.shape, value.stride())]
+    # A value with open sizes has no spelling of its own (`graph_json`): here its sizes are by name.
     if all(type(size) is int for size in (*layout[0], *layout[1])):
         return value
     kind = [value.dtype, value.device, value.storage_offset(), value.requires_grad]
@@ -137,7 +147,7 @@ def _function(target: Any) -> str:
 @functools.cache
 def sources(home: Path) -> str:
     """A digest of the code in a folder, ours: while that is worked on, versions stay."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(home.rglob("*.py")):
-        found.update(f"{path.relative_to(home)}\0".encode() + path.read_bytes() + b"\0")
-    return found.hexdigest()
+        digest.update(f"{path.relative_to(home)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()

@@ -63,13 +63,15 @@ def function_of(name: str) -> Callable[..., Any]:
 
 def operation(text: str) -> _torch.OpOverload:
     """One of torch's operations, by its name."""
+    # The name may come from a file that anybody has written, so no other attribute of torch.ops is
+    # looked up than these.
     match = _OPERATION.fullmatch(text)
-    found: Any = torch.ops
+    overload: Any = torch.ops
     for part in match.groups() if match else ():
-        found = getattr(found, part, None)
-    if not isinstance(found, _torch.OpOverload):
+        overload = getattr(overload, part, None)
+    if not isinstance(overload, _torch.OpOverload):
         raise ValueError(f"there is no operation {text[:80]!r}")
-    return found
+    return overload
 
 
 def name_of(value: torch.dtype | torch.layout | torch.memory_format) -> str:
@@ -79,10 +81,10 @@ def name_of(value: torch.dtype | torch.layout | torch.memory_format) -> str:
 
 def dtype_of(text: str) -> torch.dtype:
     """The dtype of a name. Raises ValueError if there is none."""
-    found = getattr(torch, text, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, text, None)
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"there is no dtype {text[:80]}")
-    return found
+    return dtype
 
 
 def device_of(text: str) -> torch.device:
@@ -158,10 +160,10 @@ class Reader:
 
 
 def _of_torch(name: str) -> Any:
-    found = getattr(torch, name)
-    if not isinstance(found, _ENUMS):
+    value = getattr(torch, name)
+    if not isinstance(value, _ENUMS):
         raise ValueError(f"torch.{name[:80]} is no dtype, layout or memory format")
-    return found
+    return value
 
 
 def _fake(
@@ -176,5 +178,5 @@ def _fake(
     numbers = [*values.expect(list, shape), *values.expect(list, stride), offset]
     if len(shape) != len(stride) or any(type(n) is not int or n < 0 for n in numbers):
         raise ValueError(f"{numbers} is no tensor"[:80])
-    found = _torch.fake_tensor(mode, dtype_of(dtype), device_of(device), shape, stride, offset)
-    return found.requires_grad_(values.expect(bool, asks))
+    tensor = _torch.fake_tensor(mode, dtype_of(dtype), device_of(device), shape, stride, offset)
+    return tensor.requires_grad_(values.expect(bool, asks))

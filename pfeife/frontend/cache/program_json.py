@@ -104,6 +104,7 @@ def store(program: Program, key: str) -> StoredProgram:
         tuple(_port(port, text) for port in ports) for ports in (program.inputs, program.outputs)
     )
     limits = tuple(map(text, program.limits))
+    # `result` comes before `texts`: its text may be the last of them.
     return StoredProgram(
         key,
         result=text(returned(program.module)),
@@ -121,8 +122,8 @@ def restore(stored: StoredProgram) -> Program:
     them: nothing of them is run."""
     graph, here = fx.Graph(), dict[str, fx.Node]()
     value = graph_json.Reader(stored.texts, here, _torch.symbolic_mode())
-    for one in stored.nodes:
-        here[one.name] = _restored(one, graph, value)
+    for stored_node in stored.nodes:
+        here[stored_node.name] = _restored(stored_node, graph, value)
     results = value(stored.result)
     if type(results) is not dict or not all(isinstance(n, fx.Node) for n in results.values()):
         raise ValueError("the graph does not return nodes by their names")
@@ -132,9 +133,9 @@ def restore(stored: StoredProgram) -> Program:
         if not _is_name(constant.name) or hasattr(holder, constant.name):
             raise ValueError(f"a constant is called {constant.name[:80]!r}")
         setattr(holder, constant.name, _tensor(constant))
-    known = {constant.name for constant in stored.constants}
-    if known != {node.target for node in graph.nodes if node.op == "get_attr"}:
-        raise ValueError(f"the constants are {sorted(known)}"[:200])
+    names = {constant.name for constant in stored.constants}
+    if names != {node.target for node in graph.nodes if node.op == "get_attr"}:
+        raise ValueError(f"the constants are {sorted(names)}"[:200])
     module = fx.GraphModule(holder, graph)
     inputs, outputs = (
         tuple(_restored_port(port, value) for port in ports)
@@ -147,29 +148,32 @@ def _stored(node: fx.Node, text: Any) -> StoredNode:
     if node.op not in _OPS or node.type is not None:
         raise ValueError(f"the graph has the node {node.format_node()}")
     called = node.op == "call_function"
-    said = {name: node.meta[name] for name in KEPT if name in node.meta}
-    meta = {name: text(one) for name, one in said.items() if one is not None or name == "val"}
+    values = {name: node.meta[name] for name in KEPT if name in node.meta}
+    # A `val` of None is not the same as no `val` (rows/propagate.py); of the rest it says nothing.
+    meta = {
+        name: text(value) for name, value in values.items() if value is not None or name == "val"
+    }
     target = graph_json.target_name(node.target) if called else str(node.target)
     return StoredNode(node.name, node.op, target, text(node.args), text(node.kwargs), meta)
 
 
-def _restored(one: StoredNode, graph: fx.Graph, value: graph_json.Reader) -> fx.Node:
+def _restored(stored: StoredNode, graph: fx.Graph, value: graph_json.Reader) -> fx.Node:
     """A node, at the end of a graph."""
-    args, kwargs = value(one.args), value(one.kwargs)
-    called = one.op == "call_function"
-    target: Any = graph_json.function_of(one.target) if called else one.target
-    if one.op not in _OPS or not (called or _is_name(target)):
-        raise ValueError(f"{one.name[:80]} is a node of {one.op[:80]} {one.target[:80]}")
+    args, kwargs = value(stored.args), value(stored.kwargs)
+    called = stored.op == "call_function"
+    target: Any = graph_json.function_of(stored.target) if called else stored.target
+    if stored.op not in _OPS or not (called or _is_name(target)):
+        raise ValueError(f"{stored.name[:80]} is a node of {stored.op[:80]} {stored.target[:80]}")
     if type(args) is not tuple or type(kwargs) is not dict or not all(map(_is_name, kwargs)):
-        raise ValueError(f"{one.name[:80]} is no node")
-    meta = {name: value(at) for name, at in one.meta.items()}
-    if not all(isinstance(said, KEPT.get(name, ())) for name, said in meta.items()):
-        raise ValueError(f"{one.name[:80]} says of itself {[*meta]}"[:200])
-    if not _is_name(one.name) or (one.op == "placeholder" and one.target != one.name):
-        raise ValueError(f"a node may not be called {one.name[:80]}")
-    node = graph.create_node(one.op, target, args, kwargs, name=one.name)
-    if node.name != one.name:
-        raise ValueError(f"a node may not be called {one.name}")
+        raise ValueError(f"{stored.name[:80]} is no node")
+    meta = {name: value(at) for name, at in stored.meta.items()}
+    if not all(isinstance(entry, KEPT.get(name, ())) for name, entry in meta.items()):
+        raise ValueError(f"{stored.name[:80]} says of itself {[*meta]}"[:200])
+    if not _is_name(stored.name) or (stored.op == "placeholder" and stored.target != stored.name):
+        raise ValueError(f"a node may not be called {stored.name[:80]}")
+    node = graph.create_node(stored.op, target, args, kwargs, name=stored.name)
+    if node.name != stored.name:
+        raise ValueError(f"a node may not be called {stored.name}")
     node.meta = meta
     return node
 
@@ -177,20 +181,20 @@ def _restored(one: StoredNode, graph: fx.Graph, value: graph_json.Reader) -> fx.
 def _port(port: Port, text: Any) -> StoredPort:
     if port.reduction or port.counts:
         raise ValueError(f"{port.name} is reduced already")
-    kept = attrs.fields_dict(StoredPort)
-    said = attrs.asdict(port, recurse=False, filter=lambda field, _: field.name in kept)
+    stored_fields = attrs.fields_dict(StoredPort)
+    fields = attrs.asdict(port, recurse=False, filter=lambda field, _: field.name in stored_fields)
     dtype, device = graph_json.name_of(port.dtype), str(port.device)
     sizes = None if port.sizes is None else text(port.sizes)
-    return StoredPort(**said | {"dtype": dtype, "device": device, "sizes": sizes})
+    return StoredPort(**fields | {"dtype": dtype, "device": device, "sizes": sizes})
 
 
-def _restored_port(one: StoredPort, value: graph_json.Reader) -> Port:
-    if not _is_name(one.name) or not one.names or min(one.shape, default=0) < 0:
-        raise ValueError(f"{one.name[:80]} is no port")
-    dtype, device = graph_json.dtype_of(one.dtype), graph_json.device_of(one.device)
-    sizes = None if one.sizes is None else value(one.sizes)
-    said = attrs.asdict(one, recurse=False)
-    return Port(**said | {"dtype": dtype, "device": device, "sizes": sizes})
+def _restored_port(stored: StoredPort, value: graph_json.Reader) -> Port:
+    if not _is_name(stored.name) or not stored.names or min(stored.shape, default=0) < 0:
+        raise ValueError(f"{stored.name[:80]} is no port")
+    dtype, device = graph_json.dtype_of(stored.dtype), graph_json.device_of(stored.device)
+    sizes = None if stored.sizes is None else value(stored.sizes)
+    fields = attrs.asdict(stored, recurse=False)
+    return Port(**fields | {"dtype": dtype, "device": device, "sizes": sizes})
 
 
 def _constant(node: fx.Node, module: fx.GraphModule) -> Constant:
@@ -207,13 +211,13 @@ def _constant(node: fx.Node, module: fx.GraphModule) -> Constant:
     )
 
 
-def _tensor(one: Constant) -> torch.Tensor:
+def _tensor(constant: Constant) -> torch.Tensor:
     """A constant's tensor. Raises ValueError if its bytes are not those of its shape."""
-    dtype = graph_json.dtype_of(one.dtype)
-    data = base64.b64decode(one.data, validate=True)
-    size = torch.Size(one.shape).numel() * dtype.itemsize
-    if min(one.shape, default=0) < 0 or len(data) != size:
-        raise ValueError(f"the constant {one.name} has {len(data)} bytes")
-    if not size:
-        return torch.empty(one.shape, dtype=dtype)
-    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(one.shape).clone()
+    dtype = graph_json.dtype_of(constant.dtype)
+    data = base64.b64decode(constant.data, validate=True)
+    size = torch.Size(constant.shape).numel() * dtype.itemsize
+    if min(constant.shape, default=0) < 0 or len(data) != size:
+        raise ValueError(f"the constant {constant.name} has {len(data)} bytes")
+    if not size:  # torch.frombuffer refuses an empty one
+        return torch.empty(constant.shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(constant.shape).clone()

@@ -66,13 +66,15 @@ class CaptureView:
         places = Places(step, arguments)
         values = [slot.get() for slot in places.slots]
         state: dict[int, torch.Tensor] = {
-            id(one): one for one in values if isinstance(one, nn.Parameter)
+            id(value): value for value in values if isinstance(value, nn.Parameter)
         }
         if self.homes is None:
-            self.found = [one for one in state.values() if self._is_wider(one.dtype)]
+            self.found = [
+                parameter for parameter in state.values() if self._is_wider(parameter.dtype)
+            ]
             return
         for root in places.roots.values():
-            state |= {id(one): one for one in root.buffers()}
+            state |= {id(buffer): buffer for buffer in root.buffers()}
         self.device = self._home(list(state.values()), self.homes, batch)
         self.found = list(state.values())
 
@@ -84,47 +86,51 @@ class CaptureView:
     ) -> torch.device:
         """The device of the capture: that of an earlier one; that of all state, unless only the
         batch is on one of those that compute; else that of the batch."""
-        earlier = next((home for one in state if (home := homes(one)) is not None), None)
+        earlier = next((home for tensor in state if (home := homes(tensor)) is not None), None)
         if earlier is not None:
             return earlier
-        there = {one.device for one in state}
-        alone = batch.type in self.types and not {one.type for one in there} & self.types
+        there = {tensor.device for tensor in state}
+        alone = batch.type in self.types and not {device.type for device in there} & self.types
         return there.pop() if len(there) == 1 and not alone else batch
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
         """State that has been moved."""
-        known = {id(one): one for one in self.found or ()}
-        self.found = list((known | {id(one): one for one in tensors}).values())
+        by_id = {id(tensor): tensor for tensor in self.found or ()}
+        self.found = list((by_id | {id(tensor): tensor for tensor in tensors}).values())
 
     @property
     def is_apart(self) -> bool:
         """Whether some state is on another device than the one of the capture."""
-        return self.homes is not None and any(o.device != self.device for o in self.found or ())
+        return self.homes is not None and any(
+            tensor.device != self.device for tensor in self.found or ()
+        )
 
     def _is_wider(self, dtype: torch.dtype) -> bool:
         wide = self.dtype is not None and dtype.itemsize > self.dtype.itemsize
         return wide and dtype.is_floating_point
 
-    def _seen(self, one: torch.Tensor) -> tuple[torch.dtype, torch.device]:
+    def _seen(self, tensor: torch.Tensor) -> tuple[torch.dtype, torch.device]:
         """As what a tensor is seen."""
-        wide = isinstance(one, nn.Parameter) and self._is_wider(one.dtype)
-        dtype = self.dtype if wide and self.dtype is not None else one.dtype
-        return dtype, one.device if self.homes is None else self.device
+        wide = isinstance(tensor, nn.Parameter) and self._is_wider(tensor.dtype)
+        dtype = self.dtype if wide and self.dtype is not None else tensor.dtype
+        return dtype, tensor.device if self.homes is None else self.device
 
     @contextlib.contextmanager
     def seen(self, values: bool = False) -> Iterator[None]:
         """While state is seen so, or until it is `put_back`; with its `values`, or else nothing
         may read these."""
         assert not self.shown
-        for one in self.found or ():
-            dtype, device = self._seen(one)
-            if (dtype, device) == (one.dtype, one.device):
+        for tensor in self.found or ():
+            dtype, device = self._seen(tensor)
+            if (dtype, device) == (tensor.dtype, tensor.device):
                 continue
-            self.shown.append((one, one.data, one.grad if one.is_leaf else None))
-            if one.is_leaf:
-                one.grad = None  # of the other dtype, or elsewhere
-            real = values or not one.dim()
-            one.data = one.data.to(device, dtype) if real else self._stand_in(one, dtype, device)
+            self.shown.append((tensor, tensor.data, tensor.grad if tensor.is_leaf else None))
+            if tensor.is_leaf:
+                tensor.grad = None  # of the other dtype, or elsewhere
+            real = values or not tensor.dim()
+            tensor.data = (
+                tensor.data.to(device, dtype) if real else self._stand_in(tensor, dtype, device)
+            )
         try:
             yield
         finally:
@@ -132,23 +138,23 @@ class CaptureView:
 
     def put_back(self) -> None:
         """State is what it was."""
-        for one, data, gradient in self.shown:
-            one.data = data
-            if one.is_leaf:
-                one.grad = gradient
+        for tensor, data, gradient in self.shown:
+            tensor.data = data
+            if tensor.is_leaf:
+                tensor.grad = gradient
         self.shown = []
 
     def _stand_in(
-        self, one: torch.Tensor, dtype: torch.dtype, device: torch.device
+        self, tensor: torch.Tensor, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """What has the layout that a copy would have."""
-        layout = tuple(one.shape), one.stride()
-        known = self.stand_ins.get(one)
-        same = known is not None and (known.dtype, known.device) == (dtype, device)
-        if not same or (tuple(known.shape), known.stride()) != layout:
+        layout = tuple(tensor.shape), tensor.stride()
+        stand_in = self.stand_ins.get(tensor)
+        same = stand_in is not None and (stand_in.dtype, stand_in.device) == (dtype, device)
+        if not same or (tuple(stand_in.shape), stand_in.stride()) != layout:
             like = torch.empty_strided(*layout, dtype=dtype, device="meta")
-            known = self.stand_ins[one] = absent(like, device, _Shown())
-        return known
+            stand_in = self.stand_ins[tensor] = absent(like, device, _Shown())
+        return stand_in
 
     def check(self, inputs: Inputs) -> None:
         """Raises ValueError for a parameter that a captured step reads and that was not found."""

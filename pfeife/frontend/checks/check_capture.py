@@ -34,14 +34,14 @@ def check_first_call(step: Forward, captured: Captured, args: Sequence[Any], sur
     """
     runs = Runs(step, captured, args)
     try:
-        found = runs.first()
-        if found is None or not all(_finite(value) for value in found):
+        results = runs.first()
+        if results is None or not all(_finite(value) for value in results):
             return False
-        runs.check_program(found)
+        runs.check_program(results)
         if runs.rows > 1:
-            runs.check_order(found)
+            runs.check_order(results)
         if runs.rows > 1 and not sure:
-            runs.check_mixing(found)
+            runs.check_mixing(results)
         return runs.rows > 1
     except Draws as draws:
         log.debug("the first call is not checked, since the step draws by %s", draws)
@@ -73,8 +73,8 @@ class Runs:
         ]
         with Expected():  # gradients inside of the step are asked for as ever
             results = list(self.step.run(*copies))
-        given = self.captured.slots(copies)
-        return [*results, *(given[name] for name in changed)]
+        slots = self.captured.slots(copies)
+        return [*results, *(slots[name] for name in changed)]
 
     def first(self) -> list[torch.Tensor] | None:
         """The results of the first microbatch; None if it fails: the step will say where."""
@@ -90,9 +90,9 @@ class Runs:
         """The arguments of a microbatch. A traced step is run as it is, and may ask which tensors
         have gradients."""
         values = self.captured.part(self.args, index)
-        for port, value, given in zip(self.ports, values, self.args, strict=True):
+        for port, value, argument in zip(self.ports, values, self.args, strict=True):
             if port and self.captured.door == "trace":
-                value.requires_grad_(given.requires_grad)
+                value.requires_grad_(argument.requires_grad)
         return values
 
     def permuted(self, values: Values, among: Iterable[int]) -> Values:
@@ -103,11 +103,11 @@ class Runs:
             for index, (value, port) in enumerate(zip(values, self.ports, strict=True))
         ]
 
-    def check_program(self, found: Sequence[torch.Tensor]) -> None:
+    def check_program(self, expected: Sequence[torch.Tensor]) -> None:
         """Raises ValueError unless the program's forward gives the same."""
         program = self.captured.program
         results = forward_of(program)(self.captured.slots(self.part(0)))
-        for port, value in zip(self.results, found, strict=True):
+        for port, value in zip(self.results, expected, strict=True):
             other = results[port.name]
             if not close(other, value):
                 raise ValueError(
@@ -116,14 +116,14 @@ class Runs:
                     "(check=False leaves this check out)"
                 )
 
-    def check_order(self, found: Sequence[torch.Tensor]) -> None:
+    def check_order(self, results: Sequence[torch.Tensor]) -> None:
         """Raises ValueError unless rows in another order give the same, in that order."""
         values = self.part(0)
-        if self._same(found, self(self.permuted(values, self.cut))) or self._is_noise(found):
+        if self._same(results, self(self.permuted(values, self.cut))) or self._is_noise(results):
             return
         for alone in self.cut if len(self.cut) > 1 else ():
             rest = [index for index in self.cut if index != alone]
-            if self._same(found, self(self.permuted(values, rest))):
+            if self._same(results, self(self.permuted(values, rest))):
                 name = self._name(alone)
                 raise ValueError(
                     f"in_dims: {name} has as many rows as the batch, but they do not belong to its "
@@ -136,19 +136,21 @@ class Runs:
             "if the order of the rows matters"
         )
 
-    def _is_noise(self, found: Sequence[torch.Tensor]) -> bool:
+    def _is_noise(self, results: Sequence[torch.Tensor]) -> bool:
         """Whether last bits decide the results, as where a batch norm divides by the deviation of
         almost equal values: another order of the rows, in which sums round otherwise, may then give
         anything."""
         other = self([_nudged(value) for value in self.part(0)])
-        return not all(close(one, value) for _, one, value in self._returned(found, other))
+        return not all(close(first, second) for _, first, second in self._returned(results, other))
 
-    def check_mixing(self, found: Sequence[torch.Tensor]) -> None:
+    def check_mixing(self, results: Sequence[torch.Tensor]) -> None:
         """Raises ValueError if a row gives something else in the company of other rows."""
         mixed = self._mixed(self.rows // 2)
         targets = [str(node.target) for node in self.captured.program.module.graph.nodes]
+        # By convention rows may depend on one another by a batch norm. A loss that no rule knows
+        # has no rows to compare, so it is refused where nobody is sure of the batch.
         statistics = any(word in target for target in targets for word in _STATISTICS)
-        for port, before, after in self._returned(found, self(mixed)):
+        for port, before, after in self._returned(results, self(mixed)):
             unknown = port.role == Role.LOSS and port.name in self.captured.unknown
             if not unknown and (statistics or self._alike(port, before, after)):
                 continue
@@ -165,37 +167,40 @@ class Runs:
         microbatch 0    a0 a1 a2 a3        mixed    a0 a1 b2 b3
         microbatch 1    b0 b1 b2 b3        in which a0 and a1 must come out as they did
         """
-        one, other = self.part(0), self.part(1)
-        mixed = [*one]
+        left, right = self.part(0), self.part(1)
+        mixed = [*left]
         for index in self.cut:
             dim, sizes = self._dim(index), [size, self.rows - size]
-            first, last = one[index].split(sizes, dim)[0], other[index].split(sizes, dim)[1]
+            first, last = left[index].split(sizes, dim)[0], right[index].split(sizes, dim)[1]
             mixed[index] = torch.cat([first, last], dim)
         return mixed
 
-    def _alike(self, port: Port, one: torch.Tensor, other: torch.Tensor) -> bool:
+    def _alike(self, port: Port, first: torch.Tensor, second: torch.Tensor) -> bool:
         """Whether two results have the same first rows, if they have any."""
         if port.batch_dim is None:
             return True
         size = self.rows // 2
-        return close(self._rows(port, one)[:size], self._rows(port, other)[:size])
+        return close(self._rows(port, first)[:size], self._rows(port, second)[:size])
 
-    def _same(self, found: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
-        """Whether rows in reverse order gave `other`, if they gave `found` in theirs."""
+    def _same(
+        self, results: Sequence[torch.Tensor], reversed_results: Sequence[torch.Tensor]
+    ) -> bool:
+        """Whether rows in reverse order gave `reversed_results`, if they gave `results` in their
+        own."""
         return all(
-            close(one, value)
+            close(first, second)
             if port.batch_dim is None
-            else close(self._rows(port, one), self._rows(port, value).flip(0))
-            for port, one, value in self._returned(found, other)
+            else close(self._rows(port, first), self._rows(port, second).flip(0))
+            for port, first, second in self._returned(results, reversed_results)
         )
 
     def _returned(
-        self, found: Sequence[torch.Tensor], other: Sequence[torch.Tensor]
+        self, first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]
     ) -> list[tuple[Port, torch.Tensor, torch.Tensor]]:
         """Two runs' results, without those that the step only assigns to attributes."""
-        kept = {n for n in self.captured.kept if not self.captured.is_returned(n)}
-        pairs = zip(self.results, found, other, strict=True)
-        return [one for one in pairs if one[0].name not in kept]
+        assigned = {n for n in self.captured.kept if not self.captured.is_returned(n)}
+        triples = zip(self.results, first, second, strict=True)
+        return [triple for triple in triples if triple[0].name not in assigned]
 
     def _rows(self, port: Port, value: torch.Tensor) -> torch.Tensor:
         """A result with its rows in front, each of which may have several places along the
@@ -226,10 +231,10 @@ def forward_of(program: Program) -> Callable[[dict[str, Any]], dict[str, torch.T
 
     def run(values: dict[str, Any]) -> dict[str, torch.Tensor]:
         values = with_sizes(program, values)
-        given = [values.get(port.name) for port in program.inputs]
+        arguments = [values.get(port.name) for port in program.inputs]
         with torch.no_grad(), _torch.no_autocast(), Expected():
-            found: dict[str, torch.Tensor] = Unseeded(module).run(*given)
-        return found
+            outputs: dict[str, torch.Tensor] = Unseeded(module).run(*arguments)
+        return outputs
 
     return run
 

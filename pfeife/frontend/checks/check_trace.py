@@ -36,8 +36,8 @@ def check_traced(step: Forward, captured: Captured, args: Sequence[Any]) -> None
     runs = Runs(step, captured, args)
     values = runs.part(_count(runs) - 1)
     try:
-        found = _by_program(captured.program, runs, values)
-        wrong = [at for at, name in enumerate(captured.flags) if found[name]]
+        results = _by_program(captured.program, runs, values)
+        wrong = [at for at, name in enumerate(captured.flags) if results[name]]
         if wrong:
             raise ValueError(
                 "the step was traced on the first microbatch of a call, and does something else on "
@@ -49,7 +49,7 @@ def check_traced(step: Forward, captured: Captured, args: Sequence[Any]) -> None
         log.debug("a traced step is not checked, since it draws by %s", draws)
         return
     for name, value in expected.items():
-        if not _same(found[name], value):
+        if not _same(results[name], value):
             raise ValueError(
                 "the step was traced on the first microbatch of a call, and what was traced gives "
                 f"another {name} on the last one than the step itself: it depends on the values "
@@ -99,13 +99,13 @@ def _by_eager(runs: Runs, values: Values) -> dict[str, torch.Tensor]:
     """Results, gradients and buffers by the step itself; the gradients are of the loss, or of the
     sum of all results."""
     captured, program = runs.captured, runs.captured.program
-    given = _copies(runs, values)
+    arguments = _copies(runs, values)
     trains = bool(program.ports(Role.TANGENT))
     with Expected(), torch.set_grad_enabled(trains), values_kept(_state(runs)):
-        results = dict(zip(captured.results, runs.step.run(*given), strict=True))
-        found = {name: value.detach() for name, value in results.items()}
-        slots = captured.slots(given)
-        found |= {new: slots[name].detach() for name, new in captured.changed.items()}
+        results = dict(zip(captured.results, runs.step.run(*arguments), strict=True))
+        tensors = {name: value.detach() for name, value in results.items()}
+        slots = captured.slots(arguments)
+        tensors |= {new: slots[name].detach() for name, new in captured.changed.items()}
         named = {port.fqn: slots[port.name] for port in program.inputs if port.name in slots}
         wanted = program.ports(Role.GRADIENT, Role.BATCH_GRADIENT)
         ends = [results[port.fqn] for port in program.ports(Role.TANGENT)]
@@ -114,28 +114,28 @@ def _by_eager(runs: Runs, values: Values) -> dict[str, torch.Tensor]:
             ones = [torch.ones_like(end) for end in ends]
             gradients = torch.autograd.grad(ends, inputs, ones, allow_unused=True)
             pairs = zip(wanted, gradients, strict=True)
-            found |= {port.name: g for port, g in pairs if g is not None}
+            tensors |= {port.name: g for port, g in pairs if g is not None}
     carried = {f"new_{name}" for name in captured.carried}
     updates = [port for port in program.ports(Role.BUFFER_UPDATE) if port.name not in carried]
-    return found | {port.name: named[port.fqn].detach() for port in updates}
+    return tensors | {port.name: named[port.fqn].detach() for port in updates}
 
 
 def _by_program(program: Program, runs: Runs, values: Values) -> Named:
     """All results of a program, with the tangents of `_by_eager`."""
-    given = with_sizes(program, runs.captured.slots(values))
+    inputs = with_sizes(program, runs.captured.slots(values))
     for port in program.ports(Role.TANGENT):
-        given[port.name] = torch.ones(port.shape, dtype=port.dtype, device=port.device)
-    ordered = [given.get(port.name) for port in program.inputs]
+        inputs[port.name] = torch.ones(port.shape, dtype=port.dtype, device=port.device)
+    ordered = [inputs.get(port.name) for port in program.inputs]
     with torch.no_grad(), _torch.no_autocast(), Expected():
         interpreter = _At(program.module)
         try:
-            found: Named = interpreter.run(*ordered)
+            results: Named = interpreter.run(*ordered)
         except (IndexError, RuntimeError) as error:
             # Torch asserts what Python was told of sizes that data decide.
             if not runs.step.asked or interpreter.node is None:
                 raise
             raise fails_elsewhere([source_line(interpreter.node)], error) from error
-    return found
+    return results
 
 
 class _At(Unseeded):
@@ -148,11 +148,11 @@ class _At(Unseeded):
         return super().run_node(n)
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two values agree, whole numbers exactly; what is not finite says nothing."""
-    if one.shape != other.shape:
+    if first.shape != second.shape:
         return False
-    if not one.is_floating_point():
-        return bool(torch.equal(one, other)) if not one.is_complex() else True
-    finite = one.isfinite() & other.isfinite()
-    return close(one[finite], other[finite])
+    if not first.is_floating_point():
+        return bool(torch.equal(first, second)) if not first.is_complex() else True
+    finite = first.isfinite() & second.isfinite()
+    return close(first[finite], second[finite])

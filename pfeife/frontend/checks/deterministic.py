@@ -46,13 +46,13 @@ class Unseeded(fx.Interpreter):
 
 
 def close(
-    one: torch.Tensor, other: torch.Tensor, within: float | None = None, noise: float = 1e-6
+    first: torch.Tensor, second: torch.Tensor, within: float | None = None, noise: float = 1e-6
 ) -> bool:
     """Whether floating values agree to within rounding, or `within` a share of their size; what is
     as small as `noise` counts for nothing."""
-    if one.shape != other.shape or not one.is_floating_point() or not one.numel():
+    if first.shape != second.shape or not first.is_floating_point() or not first.numel():
         return True
-    one, other = one.detach(), other.detach()
-    size = float(torch.maximum(one.abs(), other.abs()).max())
-    share = within or _ROUNDING.get(one.dtype, 0.1)
-    return float((one - other).abs().max()) <= share * size + noise
+    first, second = first.detach(), second.detach()
+    size = float(torch.maximum(first.abs(), second.abs()).max())
+    share = within or _ROUNDING.get(first.dtype, 0.1)
+    return float((first - second).abs().max()) <= share * size + noise

@@ -46,14 +46,14 @@ def watching() -> Iterator[list[Any]]:
     there were before, Python's and numpy's global ones and those that somebody has made. They are
     put back to where they were."""
     moved: list[Any] = []
-    before = [(one, _kept(one), _state(one)) for one in _generators()]
+    before = [(generator, _kept(generator), _state(generator)) for generator in _generators()]
     try:
         yield moved
     finally:
-        for one, kept, state in before:
-            if _state(one) != state:
-                moved.append(one)
-                _put(one, kept)
+        for generator, own_state, state in before:
+            if _state(generator) != state:
+                moved.append(generator)
+                _put(generator, own_state)
 
 
 def _kept(generator: Any) -> Any:
@@ -82,27 +82,27 @@ def drawing_line(run: Callable[[], Any], moved: Sequence[Any]) -> str:
         line        generators are as they were       remember it
         line        generators have moved             the remembered one did it
     """
-    before, last, found = _states(moved), [""], list[str]()
+    before, last, lines = _states(moved), [""], list[str]()
 
     def looked(frame: FrameType, event: str, argument: Any) -> Any:
-        if not found and _states(moved) != before:
-            found.append(last[0])
+        if not lines and _states(moved) != before:
+            lines.append(last[0])
         last[0] = line_of(frame.f_back if event == "return" else frame, _NOT_THE_USERS)
         return looked
 
     def called(frame: FrameType, event: str, argument: Any) -> Any:
-        leave = found or frame.f_code.co_filename.startswith(_NOT_THE_USERS)
+        leave = lines or frame.f_code.co_filename.startswith(_NOT_THE_USERS)
         return None if leave else looked(frame, event, argument)
 
-    outer = sys.gettrace()
+    outer = sys.gettrace()  # a debugger's or a coverage tool's
     sys.settrace(called)
     try:
         run()
     finally:
         sys.settrace(outer)
-    if not found and _states(moved) != before:
-        found.append(last[0])
-    return "".join(found)
+    if not lines and _states(moved) != before:
+        lines.append(last[0])
+    return "".join(lines)
 
 
 def _generators() -> list[Any]:
@@ -116,12 +116,16 @@ def _generators() -> list[Any]:
         kinds += (numpy.random.RandomState, numpy.random.BitGenerator)
         common.append(numpy.random.random.__self__)
     torchs = _torch.order_of_facts()
-    found = {id(one): one for one in (*common, *living(*kinds)) if one is not torchs}
-    return list(found.values())
+    generators = {
+        id(generator): generator
+        for generator in (*common, *living(*kinds))
+        if generator is not torchs
+    }
+    return list(generators.values())
 
 
 def _states(generators: Sequence[Any]) -> list[str]:
-    return [_state(one) for one in generators]
+    return [_state(generator) for generator in generators]
 
 
 def _state(generator: Any) -> str:
@@ -136,7 +140,7 @@ def _state(generator: Any) -> str:
 def _opened(value: Any) -> Any:
     """The same with the bytes of arrays, of which only the begin and the end would be printed."""
     if isinstance(value, dict):
-        return {key: _opened(one) for key, one in value.items()}
+        return {key: _opened(entry) for key, entry in value.items()}
     if isinstance(value, tuple):
         return tuple(map(_opened, value))
     return value.tobytes() if hasattr(value, "tobytes") else value

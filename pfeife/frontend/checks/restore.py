@@ -20,15 +20,21 @@ def untouched(
     arguments. With `values` those of tensors, and their gradients, are kept as copies: else the
     step must not run on them."""
     places = Places(step, arguments)
-    found = {id(one): one for one in (slot.get() for slot in places.slots)}.values()
-    tensors = [one for one in found if isinstance(one, torch.Tensor) and not one.is_meta]
-    own = [(one, one.get_state()) for one in found if isinstance(one, torch.Generator)]
+    reachable = {id(value): value for value in (slot.get() for slot in places.slots)}.values()
+    tensors = [
+        value for value in reachable if isinstance(value, torch.Tensor) and not value.is_meta
+    ]
+    own = [
+        (generator, generator.get_state())
+        for generator in reachable
+        if isinstance(generator, torch.Generator)
+    ]
     with contextlib.ExitStack() as stack:
         if values:
             stack.enter_context(values_kept(tensors))
             stack.enter_context(_gradients_kept(tensors))
-        for one in (watching(), torchs_generators(), StateGuard(places, {})):
-            stack.enter_context(one)
+        for context in (watching(), torchs_generators(), StateGuard(places, {})):
+            stack.enter_context(context)
         try:
             yield
         finally:
@@ -43,6 +49,8 @@ def torchs_generators(seed: int | None = None) -> Iterator[States]:
     before. (torch.manual_seed seeds also devices that nobody has used yet, when somebody does.)"""
     accelerator = torch.accelerator.current_accelerator()
     module = torch.get_device_module(accelerator) if accelerator else torch.cuda
+    # Where nobody has used the accelerator, its generators have no state to keep, and to ask for it
+    # would start it.
     begun = getattr(module, "is_initialized", module.is_available)()
     devices = range(module.device_count()) if begun else ()
     with torch.random.fork_rng(devices=devices):
@@ -56,10 +64,11 @@ def torchs_generators(seed: int | None = None) -> Iterator[States]:
 def torchs_states() -> States:
     """torch's default generators, of the CPU and of CUDA if in use, with their states."""
     on_cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
-    return [(one, one.get_state()) for one in (torch.default_generator, *on_cuda)]
+    return [(generator, generator.get_state()) for generator in (torch.default_generator, *on_cuda)]
 
 
 def set_states(states: States) -> None:
+    """Puts generators back to these states."""
     for generator, state in states:
         generator.set_state(state)
 
@@ -67,39 +76,39 @@ def set_states(states: States) -> None:
 @contextlib.contextmanager
 def values_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     """While tensors may be written to, which get their values back; meta tensors have none."""
-    before = [(one, one.detach().clone()) for one in tensors if not one.is_meta]
+    before = [(tensor, tensor.detach().clone()) for tensor in tensors if not tensor.is_meta]
     try:
         yield
     finally:
         with torch.no_grad():
-            for one, value in before:
-                if _differ(one, value):
-                    one.copy_(value)
+            for tensor, value in before:
+                if _differ(tensor, value):
+                    tensor.copy_(value)
 
 
 @contextlib.contextmanager
 def _gradients_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     """While a step may run backwards, by itself."""
-    before = [(one, one.grad) for one in tensors if one.is_leaf]
+    before = [(tensor, tensor.grad) for tensor in tensors if tensor.is_leaf]
     try:
         with values_kept([grad for _, grad in before if grad is not None]):
             yield
     finally:
-        for one, grad in before:
-            if one.grad is not grad:
-                one.grad = grad
+        for tensor, grad in before:
+            if tensor.grad is not grad:
+                tensor.grad = grad
 
 
-def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _differ(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two tensors have other values somewhere; NaN is as NaN. (Versions do not tell: batch
     norm writes its statistics without a new one.)"""
-    return bool((one.ne(other) & (one.eq(one) | other.eq(other))).any())
+    return bool((first.ne(second) & (first.eq(first) | second.eq(second))).any())
 
 
-def alike(one: Any, other: Any) -> bool:
+def alike(first: Any, second: Any) -> bool:
     """Whether two values are of one type, and tensors equal to within rounding."""
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return type(one) is type(other)
-    if one.shape != other.shape or one.dtype != other.dtype:
+    if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
+        return type(first) is type(second)
+    if first.shape != second.shape or first.dtype != second.dtype:
         return False
-    return torch.allclose(one, other, rtol=1e-5, atol=1e-6, equal_nan=True)
+    return torch.allclose(first, second, rtol=1e-5, atol=1e-6, equal_nan=True)

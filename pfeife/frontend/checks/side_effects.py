@@ -46,6 +46,7 @@ def check_again(step: Callable[..., Any], call: Arguments) -> None:
             again = dynamo_graph(step, args, kwargs, _ran)
     except ValueError as error:  # what it reads is not as before, or nobody knows it
         raise _otherwise(once) from error
+    # Of both: what only one of the runs has given differs from the None of the other.
     for key in {*once.values, *again.values}:
         if not alike(once.values.get(key), again.values.get(key)):
             raise _otherwise(once)
@@ -66,7 +67,7 @@ def _otherwise(run: _Run) -> ValueError:
 def check_settled(
     step: Callable[..., Any],
     call: Arguments,
-    given: Mapping[int, Given],
+    caller_tensors: Mapping[int, Given],
     graph: str,
     inputs: Inputs,
 ) -> None:
@@ -76,7 +77,7 @@ def check_settled(
     names = list(inputs.numbers)
 
     def read(module: fx.GraphModule, examples: list[Any]) -> tuple[str, Inputs]:
-        return str(module.graph), describe(module, examples, given=given)
+        return str(module.graph), describe(module, examples, caller_tensors=caller_tensors)
 
     with _torch.opened([*_open_sizes(call, inputs)]):  # else it is another graph for its sizes
         other, then = dynamo_graph(step, call.args, call.kwargs, read, dynamic=None)
@@ -114,7 +115,10 @@ def _second(leaf: Leaf) -> torch.Tensor:
 def _ran(module: fx.GraphModule, examples: list[Any]) -> _Run:
     """Runs Dynamo's graph on copies of its inputs. Called while Dynamo compiles."""
     check_values(examples, "the step sets attributes, and is run twice to see what they do")
-    copies = [one.detach().clone() if isinstance(one, torch.Tensor) else one for one in examples]
+    copies = [
+        example.detach().clone() if isinstance(example, torch.Tensor) else example
+        for example in examples
+    ]
     paths = _torch.result_paths() or [
         ((index,), node) for index, node in enumerate(returned(module))
     ]
@@ -128,18 +132,20 @@ def _ran(module: fx.GraphModule, examples: list[Any]) -> _Run:
         if isinstance(value, torch.Tensor) and not alike(own.detach(), value):
             values[id(own)] = value
     inputs = zip(module.graph.find_nodes(op="placeholder"), copies, strict=True)
-    known = {node.name: value for node, value in inputs} | by_name
+    node_values = {node.name: value for node, value in inputs} | by_name
 
     def value_of(leaf: Any) -> Any:
         if leaf is _torch.OPAQUE:
             return _Unknown()
-        return known.get(leaf.name) if isinstance(leaf, fx.Node) else leaf
+        return node_values.get(leaf.name) if isinstance(leaf, fx.Node) else leaf
 
     changes = [
         *((holder, name, new) for holder, name, _, new in _torch.changed_attributes()),
         *_torch.changed_containers(),
     ]
-    return _Run(values, [(one, name, pytree.tree_map(value_of, new)) for one, name, new in changes])
+    return _Run(
+        values, [(holder, name, pytree.tree_map(value_of, new)) for holder, name, new in changes]
+    )
 
 
 class _Unknown:

@@ -32,22 +32,24 @@ class LazyCheckpoint:
     def digest(self) -> str:
         """A text that others share which read the same names of a file of the same name."""
         named = [(name, str(view)) for pairs in self.tensors.values() for view, name in pairs]
-        told = f"{self.path.name} {self.tape.digest} {sorted(pair for pair in named if pair[0])}"
-        return hashlib.sha256(told.encode()).hexdigest()
+        text = f"{self.path.name} {self.tape.digest} {sorted(pair for pair in named if pair[0])}"
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def values(self, wanted: Collection[int]) -> Storages:
         """The storages with these numbers. No memory is held but for them and one tensor."""
+        # Where the checkpoint lacks a tensor of a storage, the tape makes all of that storage, and
+        # the tensors that the checkpoint has are read over it.
         made = {n for n in wanted if not all(name for _, name in self.tensors[n])}
-        found = dict(self.tape.values(made))
+        storages = dict(self.tape.values(made))
         for number in wanted:
-            if number not in found:
+            if number not in storages:
                 views = [view for view, _ in self.tensors[number]]
                 size = max(view.size for view in views)
-                found[number] = torch.UntypedStorage(size, device=views[0].device)
+                storages[number] = torch.UntypedStorage(size, device=views[0].device)
         named = [pair for number in wanted for pair in self.tensors[number] if pair[1]]
         with torch.no_grad(), stored(self.path, self.known) as file:
-            file.read({name: view.of(found[view.storage]) for view, name in named})
-        return found
+            file.read({name: view.of(storages[view.storage]) for view, name in named})
+        return storages
 
 
 def shelve(
@@ -58,26 +60,32 @@ def shelve(
     have `others`, which nobody reads here. Raises ValueError for names that only one of the two
     has, and for other shapes, before anything is changed."""
     wanted = sharing(wanted)
-    known = {name for several in names.values() for name in several}
-    with stored(path, known) as file:
-        there = {id(one): _name(one, names, file) for one in wanted}
+    model_names = {name for aliases in names.values() for name in aliases}
+    with stored(path, model_names) as file:
+        name_in_file = {id(tensor): _name(tensor, names, file) for tensor in wanted}
+        # A parameter that the file has not is here by its own name, so that it is found missing; a
+        # buffer may be missing.
         shapes = {
-            there[id(one)] or names[id(one)][0]: view_of(one).shape
-            for one in wanted
-            if there[id(one)] or (isinstance(one, nn.Parameter) and id(one) in names)
+            name_in_file[id(tensor)] or names[id(tensor)][0]: view_of(tensor).shape
+            for tensor in wanted
+            if name_in_file[id(tensor)]
+            or (isinstance(tensor, nn.Parameter) and id(tensor) in names)
         }
-        check_shapes(shapes, file.shapes, path, {*known, *others})
+        check_shapes(shapes, file.shapes, path, {*model_names, *others})
     tensors: dict[Recipe, list[tuple[View, str]]] = {}
-    for one in wanted:
-        tensors.setdefault(record_of(one), []).append((view_of(one), there[id(one)]))
-    for source in {id(recipe.source): recipe.source for recipe in tensors}.values():
-        theirs = [recipe for recipe in tensors if recipe.source is source]
-        shelf = LazyCheckpoint(
-            path, source, {recipe.storage: tensors[recipe] for recipe in theirs}, known
+    for tensor in wanted:
+        tensors.setdefault(record_of(tensor), []).append(
+            (view_of(tensor), name_in_file[id(tensor)])
         )
-        for recipe in theirs:
+    # One for each source: tensors of several `deferred_init()` have several tapes.
+    for source in {id(recipe.source): recipe.source for recipe in tensors}.values():
+        recipes = [recipe for recipe in tensors if recipe.source is source]
+        shelf = LazyCheckpoint(
+            path, source, {recipe.storage: tensors[recipe] for recipe in recipes}, model_names
+        )
+        for recipe in recipes:
             recipe.source = shelf
 
 
-def _name(one: Any, names: Names, file: Stored) -> str:
-    return next((name for name in names.get(id(one), ()) if name in file.shapes), "")
+def _name(tensor: Any, names: Names, file: Stored) -> str:
+    return next((name for name in names.get(id(tensor), ()) if name in file.shapes), "")

@@ -28,16 +28,15 @@ def check_shapes(
     wanted: Mapping[str, Sequence[int]],
     there: Mapping[str, Sequence[int]],
     path: Path,
-    known: Container[str] = (),
+    optional: Container[str] = (),
 ) -> None:
     """Raises ValueError for names of which only the model (`wanted`) or the checkpoint (`there`)
-    has a tensor, and for other shapes. The model has the `known` names too, of which none must be
-    there."""
-    unknown = [name for name in there if name not in wanted and name not in known]
+    has a tensor, and for other shapes. The checkpoint may have any of the `optional` names, too."""
+    unknown = [name for name in there if name not in wanted and name not in optional]
     missing = [name for name in wanted if name not in there]
-    for found, where in ((unknown, "the model"), (missing, str(path))):
-        if found:
-            raise ValueError(f"{where} has no {found[:3]} ({len(found)} in all)")
+    for names, where in ((unknown, "the model"), (missing, str(path))):
+        if names:
+            raise ValueError(f"{where} has no {names[:3]} ({len(names)} in all)")
     for name, shape in wanted.items():
         if list(there[name]) != list(shape):
             raise ValueError(
@@ -46,40 +45,42 @@ def check_shapes(
 
 
 @contextmanager
-def stored(path: str | os.PathLike[str], known: Collection[str] = ()) -> Iterator[Stored]:
+def stored(path: str | os.PathLike[str], model_names: Collection[str] = ()) -> Iterator[Stored]:
     """A file of safetensors, by its ending, or one that `torch.save` has written of a state_dict;
     a folder of such files with an index (`model.safetensors.index.json`), or that index; a folder
     of torch.distributed.checkpoint, where the model is by itself or under "model" (that is told by
-    the names that are `known`). Raises ValueError for something else."""
+    the `model_names`). Raises ValueError for something else."""
     path = Path(path)
     with ExitStack() as stack:
         if path.is_dir():
-            yield _folder(path, known, stack)
+            yield _folder(path, model_names, stack)
         elif path.name.endswith(INDEX):
             yield _indexed(path, stack)
         else:
             yield _file(path, stack)
 
 
-def _folder(path: Path, known: Collection[str], stack: ExitStack) -> Stored:
+def _folder(path: Path, model_names: Collection[str], stack: ExitStack) -> Stored:
     from pfeife.frontend.deferred.checkpoint_folder import METADATA, Folder
 
     if (path / METADATA).exists():
         folder = Folder(path)
-        prefix = "model." if any(f"model.{name}" in folder.tensors for name in known) else ""
+        prefix = "model." if any(f"model.{name}" in folder.tensors for name in model_names) else ""
         names = {key.removeprefix(prefix): key for key in folder.tensors if key.startswith(prefix)}
         shapes = {name: folder.tensors[key].shape for name, key in names.items()}
         return Stored(
             path,
             shapes,
-            lambda into: folder.fill({names[name]: one for name, one in into.items()}),
+            lambda into: folder.fill({names[name]: tensor for name, tensor in into.items()}),
         )
+    # An index goes before files of its kind, which are parts of the model where there is one;
+    # safetensors go before pickles, where a folder has both.
     for pattern in (f"*.safetensors{INDEX}", "*.safetensors", f"*.bin{INDEX}", "*.bin"):
-        found = sorted(path.glob(pattern))
-        if len(found) == 1:
-            return _indexed(found[0], stack) if pattern.endswith(INDEX) else _file(found[0], stack)
-        if found:
-            raise ValueError(f"{path} has {[one.name for one in found]}: say which by its path")
+        files = sorted(path.glob(pattern))
+        if len(files) == 1:
+            return _indexed(files[0], stack) if pattern.endswith(INDEX) else _file(files[0], stack)
+        if files:
+            raise ValueError(f"{path} has {[file.name for file in files]}: say which by its path")
     raise ValueError(
         f"{path} has no model: neither an index of safetensors, one such file, nor a complete "
         "checkpoint of torch.distributed.checkpoint"
@@ -89,22 +90,25 @@ def _folder(path: Path, known: Collection[str], stack: ExitStack) -> Stored:
 def _indexed(path: Path, stack: ExitStack) -> Stored:
     """Several files and an index of them, as Hugging Face ships large models."""
     content = json.loads(path.read_text())
-    where = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(where, dict) or not all(isinstance(one, str) for one in where.values()):
+    file_of = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(file_of, dict) or not all(isinstance(name, str) for name in file_of.values()):
         raise ValueError(f"{path} is no index of a model: it has no weight_map")
-    outside = [one for one in where.values() if Path(one).name != one]
+    # The index may come from anywhere: it must not make us read a file of another folder.
+    outside = [name for name in file_of.values() if Path(name).name != name]
     if outside:
         raise ValueError(f"{path} names {outside[0]}, which is not a file beside it")
-    files = {name: _file(path.parent / name, stack) for name in sorted(set(where.values()))}
-    lost = [name for name, file in where.items() if name not in files[file].shapes]
+    files = {name: _file(path.parent / name, stack) for name in sorted(set(file_of.values()))}
+    lost = [name for name, file in file_of.items() if name not in files[file].shapes]
     if lost:
-        raise ValueError(f"{where[lost[0]]} has no {lost[0]}, which {path} says")
+        raise ValueError(f"{file_of[lost[0]]} has no {lost[0]}, which {path} says")
 
     def read(into: Mapping[str, torch.Tensor]) -> None:
-        for file, one in files.items():
-            one.read({name: tensor for name, tensor in into.items() if where[name] == file})
+        for file, checkpoint in files.items():
+            checkpoint.read(
+                {name: tensor for name, tensor in into.items() if file_of[name] == file}
+            )
 
-    return Stored(path, {name: files[file].shapes[name] for name, file in where.items()}, read)
+    return Stored(path, {name: files[file].shapes[name] for name, file in file_of.items()}, read)
 
 
 def _file(path: Path, stack: ExitStack) -> Stored:
@@ -116,15 +120,17 @@ def _file(path: Path, stack: ExitStack) -> Stored:
         file: Any = stack.enter_context(safe_open(str(path), framework="pt"))
         shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
         return Stored(path, shapes, lambda into: _copy(file.get_tensor, into))
-    found = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
-    if not isinstance(found, dict) or not all(isinstance(v, torch.Tensor) for v in found.values()):
+    state = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
+    if not isinstance(state, dict) or not all(
+        isinstance(tensor, torch.Tensor) for tensor in state.values()
+    ):
         raise ValueError(
             f"{path} is no state_dict: it has something else than tensors by their names"
         )
-    shapes = {name: one.shape for name, one in found.items()}
-    return Stored(path, shapes, lambda into: _copy(found.__getitem__, into))
+    shapes = {name: tensor.shape for name, tensor in state.items()}
+    return Stored(path, shapes, lambda into: _copy(state.__getitem__, into))
 
 
-def _copy(tensor: Callable[[str], torch.Tensor], into: Mapping[str, torch.Tensor]) -> None:
-    for name, one in into.items():
-        one.copy_(tensor(name))
+def _copy(read: Callable[[str], torch.Tensor], into: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in into.items():
+        tensor.copy_(read(name))

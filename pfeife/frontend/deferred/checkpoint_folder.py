@@ -35,10 +35,10 @@ class Folder:
             ) from None
         self.tensors: dict[str, torch.Tensor] = {}
         self.objects: set[str] = set()
-        for key, one in self.metadata.state_dict_metadata.items():
-            if isinstance(one, TensorStorageMetadata):
-                dtype = one.properties.dtype
-                self.tensors[key] = torch.empty(one.size, dtype=dtype, device="meta")
+        for key, entry in self.metadata.state_dict_metadata.items():
+            if isinstance(entry, TensorStorageMetadata):
+                dtype = entry.properties.dtype
+                self.tensors[key] = torch.empty(entry.size, dtype=dtype, device="meta")
             else:
                 self.objects.add(key)
         self.places = {key: at for at, key in enumerate(self.metadata.state_dict_metadata)}
@@ -46,10 +46,11 @@ class Folder:
 
     def under(self, prefix: str) -> list[str]:
         """The keys that begin so, in the order in which they were written."""
+        # Large checkpoints have many keys, and `whole` looks for each prefix anew.
         start = bisect_left(self.keys, prefix)
         keys = itertools.islice(self.keys, start, None)
-        found = itertools.takewhile(lambda key: key.startswith(prefix), keys)
-        return sorted(found, key=self.places.__getitem__)
+        matches = itertools.takewhile(lambda key: key.startswith(prefix), keys)
+        return sorted(matches, key=self.places.__getitem__)
 
     def fill(self, into: Mapping[str, torch.Tensor]) -> None:
         """Reads tensors by their keys into others of the same shapes."""
@@ -58,11 +59,11 @@ class Folder:
     def read(self, keys: Iterable[str]) -> dict[str, Any]:
         """Tensors on the CPU and objects by their keys. Raises pickle.UnpicklingError for objects
         that are not plain data."""
-        found: dict[str, Any] = {
+        state: dict[str, Any] = {
             key: torch.empty_like(self.tensors[key], device="cpu") if key in self.tensors else None
             for key in keys
         }
-        return self._read(found)
+        return self._read(state)
 
     def whole(self, keys: Iterable[str]) -> dict[str, Any]:
         """As `read`, and what torch has taken apart: dicts, by strings, and lists with tensors."""
@@ -73,14 +74,15 @@ class Folder:
         }
         return _torch.together(self.read(parts), parts, self.metadata.planner_data or {})
 
-    def _read(self, found: dict[str, Any]) -> dict[str, Any]:
+    def _read(self, state: dict[str, Any]) -> dict[str, Any]:
+        # What torch.distributed.checkpoint.load does, but without a process group.
         planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(found, self.metadata, True)
+        planner.set_up_planner(state, self.metadata, True)
         self.reader.set_up_storage_reader(self.metadata, True)
         plans = [self.reader.prepare_local_plan(planner.create_local_plan())]
         (plan,) = self.reader.prepare_global_plan(planner.create_global_plan(plans))
         self.reader.read_data(planner.finish_plan(plan), planner).wait()
-        return found
+        return state
 
 
 class _Planner(DefaultLoadPlanner):

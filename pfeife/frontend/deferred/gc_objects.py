@@ -13,18 +13,19 @@ def living(*kinds: type) -> list[Any]:
     Programs have some millions of objects and some thousands of classes, so that the classes are
     asked for their heirs, and not each object for its class's ancestors.
     """
-    known = heirs(kinds)
+    classes = heirs(kinds)
     objects = gc.get_objects()
-    return [*compress(objects, map(known.__contains__, map(type, objects)))]
+    return [*compress(objects, map(classes.__contains__, map(type, objects)))]
 
 
 def heirs(kinds: Iterable[type]) -> set[type]:
     """These classes and all that inherit from them."""
-    found: set[type] = set()
+    classes: set[type] = set()
     left = [*kinds]
     while left:
         kind = left.pop()
-        if kind not in found:
-            found.add(kind)
+        if kind not in classes:
+            classes.add(kind)
+            # Not `kind.__subclasses__()`, which a metaclass does not take without an argument.
             left += type.__subclasses__(kind)
-    return found
+    return classes

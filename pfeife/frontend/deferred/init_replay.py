@@ -56,9 +56,10 @@ class View:
     offset: int
 
     @classmethod
-    def at(cls, storage: int, one: torch.Tensor) -> "View":
-        layout = tuple(one.size()), one.stride(), int(one.storage_offset())
-        return cls(storage, one.dtype, one.device, *layout)
+    def at(cls, storage: int, tensor: torch.Tensor) -> "View":
+        """That of a tensor in the storage with this number."""
+        layout = tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset())
+        return cls(storage, tensor.dtype, tensor.device, *layout)
 
     def of(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The tensor, in its storage."""
@@ -71,13 +72,13 @@ class View:
         last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
         return 0 if 0 in self.shape else (self.offset + last + 1) * self.dtype.itemsize
 
-    def fits(self, one: torch.Tensor) -> bool:
+    def fits(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor has this layout; where a dimension has one entry, its stride is free."""
-        if one.dtype != self.dtype or tuple(one.shape) != self.shape:
+        if tensor.dtype != self.dtype or tuple(tensor.shape) != self.shape:
             return False
-        steps = zip(self.shape, self.stride, one.stride(), strict=True)
-        same = all(mine == its or size == 1 for size, mine, its in steps)
-        return same and (one.storage_offset() == self.offset or 0 in self.shape)
+        steps = zip(self.shape, self.stride, tensor.stride(), strict=True)
+        same = all(recorded == actual or size == 1 for size, recorded, actual in steps)
+        return same and (tensor.storage_offset() == self.offset or 0 in self.shape)
 
 
 @attrs.frozen(eq=False)
@@ -100,23 +101,26 @@ class Operation:
 
     @property
     def taken(self) -> tuple[View, ...]:
+        """The Views among its arguments."""
         leaves = pytree.tree_leaves((self.args, self.kwargs))
-        return tuple(one for one in leaves if isinstance(one, View))
+        return tuple(leaf for leaf in leaves if isinstance(leaf, View))
 
     @property
     def changed(self) -> frozenset[int]:
         """The storages that it makes or writes to."""
         written = pytree.tree_leaves(list(_torch.written(self.function, self.args, self.kwargs)))
-        found = [*written, *self.made]
-        return frozenset(one.storage for one in found if isinstance(one, View))
+        leaves = [*written, *self.made]
+        return frozenset(leaf.storage for leaf in leaves if isinstance(leaf, View))
 
     @property
     def touched(self) -> frozenset[int]:
-        made = [one.storage for one in self.made if one is not None]
-        return frozenset([*(one.storage for one in self.taken), *made])
+        """The storages that it makes, reads or writes to."""
+        made = [view.storage for view in self.made if view is not None]
+        return frozenset([*(view.storage for view in self.taken), *made])
 
     @property
     def is_told_by_shape(self) -> bool:
+        """Whether how many numbers it draws depends on shapes alone, and not on values."""
         name = str(self.function)
         return name.split(".")[1] in BY_SHAPE or name in GIVEN
 
@@ -125,21 +129,21 @@ class Operation:
 
         def given(tree: Any) -> Any:
             return pytree.tree_map(
-                lambda one: tensor_of(one) if isinstance(one, View) else one, tree
+                lambda leaf: tensor_of(leaf) if isinstance(leaf, View) else leaf, tree
             )
 
         with _default_dtype(self.default):
-            found = self.function(*given(self.args), **given(dict(self.kwargs)))
-        return [one for one in pytree.tree_leaves(found) if isinstance(one, torch.Tensor)]
+            result = self.function(*given(self.args), **given(dict(self.kwargs)))
+        return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
 
     def check(self, results: list[torch.Tensor]) -> None:
         """Raises ValueError for results of another layout than that which was recorded."""
-        for view, one in zip(self.made, results, strict=True):
-            if view is not None and not view.fits(one):
+        for view, result in zip(self.made, results, strict=True):
+            if view is not None and not view.fits(result):
                 raise ValueError(
-                    f"{self.function} has made {list(one.shape)} {one.dtype} with strides "
-                    f"{one.stride()}, where {list(view.shape)} {view.dtype} with {view.stride} was "
-                    f"recorded ({self.line}): torch's rule for its shape is wrong; make this "
+                    f"{self.function} has made {list(result.shape)} {result.dtype} with strides "
+                    f"{result.stride()}, where {list(view.shape)} {view.dtype} with {view.stride} "
+                    f"was recorded ({self.line}): torch's rule for its shape is wrong; make this "
                     "tensor outside of pfeife.deferred_init()"
                 )
 
@@ -155,6 +159,7 @@ class Tape:
         self.since = 0  # elements drawn behind the last of them
 
     def add(self, operation: Operation) -> None:
+        """Puts an operation at the end; draws are counted without gaps."""
         if operation.draw is not None:
             assert operation.draw == len(self.draws)
             self.draws.append(operation)
@@ -164,13 +169,13 @@ class Tape:
     @functools.cached_property
     def digest(self) -> str:
         """A text that tapes of the same values share."""
-        found = hashlib.sha256(_bytes(self.states[0]))
+        digest = hashlib.sha256(_bytes(self.states[0]))
         for operation in self.operations:
-            for one in pytree.tree_leaves((operation.args, operation.kwargs, operation.state)):
-                tensor = isinstance(one, torch.Tensor)
-                found.update(_bytes(one) if tensor else f"{type(one)} {one}".encode())
-            found.update(f"{operation.function} {operation.made} {operation.default}".encode())
-        return found.hexdigest()
+            for leaf in pytree.tree_leaves((operation.args, operation.kwargs, operation.state)):
+                is_tensor = isinstance(leaf, torch.Tensor)
+                digest.update(_bytes(leaf) if is_tensor else f"{type(leaf)} {leaf}".encode())
+            digest.update(f"{operation.function} {operation.made} {operation.default}".encode())
+        return digest.hexdigest()
 
     def values(self, wanted: Collection[int], before: int | None = None) -> Storages:
         """The storages with these numbers, as they were `before` an operation, or at the end.
@@ -179,17 +184,17 @@ class Tape:
         generator is left as it is."""
         plan = self._needed(wanted, len(self.operations) if before is None else before)
         last = {number: at for at in plan for number in self.operations[at].touched}
-        found: Storages = {}
+        storages: Storages = {}
         with torch.random.fork_rng(devices=[]), _as_recorded():
             stream = _Stream(self)
             for at in plan:
                 operation = self.operations[at]
-                run = _Run(operation, found)
+                run = _Run(operation, storages)
                 stream.draw(operation.draw, run) if operation.draw is not None else run()
                 for number in operation.touched:
                     if last[number] == at and number not in wanted:
-                        found.pop(number, None)
-        return found
+                        storages.pop(number, None)
+        return storages
 
     def state_after(self, draws: int | None = None) -> torch.Tensor:
         """The generator's state after so many draws, or all of them."""
@@ -200,6 +205,8 @@ class Tape:
     def _needed(self, wanted: Iterable[int], before: int) -> list[int]:
         """The operations that some storages are made by, in order."""
         live, plan = set(wanted), []
+        # Backwards, from what is wanted to what it was made of. A storage that an operation writes
+        # to stays live, since what was done to it before counts too.
         for at in range(before - 1, -1, -1):
             operation = self.operations[at]
             if operation.changed & live:
@@ -218,9 +225,9 @@ class _Run:
     def __call__(self) -> None:
         results = self.operation.run(lambda view: view.of(self.found[view.storage]))
         self.operation.check(results)
-        for view, one in zip(self.operation.made, results, strict=True):
+        for view, result in zip(self.operation.made, results, strict=True):
             if view is not None:
-                self.found[view.storage] = one.untyped_storage()
+                self.found[view.storage] = result.untyped_storage()
 
 
 class _Stream:
@@ -233,10 +240,11 @@ class _Stream:
 
     def seek(self, draws: int) -> None:
         """Brings the generator to where it was after so many draws."""
-        known = max(at for at in self.tape.states if at <= draws)
-        if not known <= self.position <= draws:
-            torch.set_rng_state(self.tape.states[known])
-            self.position = known
+        start = max(at for at in self.tape.states if at <= draws)
+        # From the last state that was kept before, unless the generator is already further.
+        if not start <= self.position <= draws:
+            torch.set_rng_state(self.tape.states[start])
+            self.position = start
         while self.position < draws:
             self.draw(self.position, functools.partial(self._scratch, self.position))
 
@@ -253,8 +261,8 @@ class _Stream:
 
     def _keep(self, operation: Operation) -> None:
         """Keeps the state behind large draws."""
-        views = [*operation.taken, *(one for one in operation.made if one is not None)]
-        size = max((torch.Size(one.shape).numel() for one in views), default=0)
+        views = [*operation.taken, *(view for view in operation.made if view is not None)]
+        size = max((torch.Size(view.shape).numel() for view in views), default=0)
         if size >= LARGE:
             self.tape.states.setdefault(self.position, torch.get_rng_state())
 
@@ -265,8 +273,10 @@ class _Stream:
             operation.run(self._blank)
             return
         taken = {view.storage for view in operation.taken}
-        found = self.tape.values(taken, self.tape.places[number])
-        operation.run(lambda view: view.of(found[view.storage]))
+        # How many numbers it takes depends on what it reads, which is therefore made first; that
+        # leaves the generator as it is.
+        storages = self.tape.values(taken, self.tape.places[number])
+        operation.run(lambda view: view.of(storages[view.storage]))
 
     def _blank(self, view: View) -> torch.Tensor:
         """A tensor of the same layout with any values. All are in one memory: freed and asked for
@@ -276,8 +286,8 @@ class _Stream:
         return view.of(self.memory)
 
 
-def _bytes(one: torch.Tensor) -> bytes:
-    return f"{one.dtype} {one.shape}".encode() + one.cpu().contiguous().numpy().tobytes()
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return f"{tensor.dtype} {tensor.shape}".encode() + tensor.cpu().contiguous().numpy().tobytes()
 
 
 @contextlib.contextmanager

@@ -42,6 +42,7 @@ def deferred_init() -> Iterator[None]:
     >>> torch.equal(net.weight, same.weight)
     True
     """
+    # A new tensor is hollow only while a constructor is recorded.
     if _torch.is_hollow(torch.empty(1)):
         raise ValueError("pfeife.deferred_init() inside of another one: leave out the inner one")
     recording = Recording()
@@ -54,6 +55,8 @@ def deferred_init() -> Iterator[None]:
         torch.set_rng_state(recording.tape.states[0])
         raise
     finally:
+        # After an error, too: outside of the recording, whatever reads a hollow tensor ends the
+        # process; of a deferred one it gets an error.
         _defer(recording)
 
 
@@ -81,12 +84,12 @@ def materialize(
     Raises ValueError for a tensor that was computed from parameters with gradients, and for a
     checkpoint of other names or shapes.
     """
-    found, names = deferred_tensors(model), aliases(model)
+    tensors, names = deferred_tensors(model), aliases(model)
 
-    def is_kept(one: Any) -> bool:
-        return keep is None or id(one) not in names or any(map(keep, names[id(one)]))
+    def is_kept(tensor: Any) -> bool:
+        return keep is None or id(tensor) not in names or any(map(keep, names[id(tensor)]))
 
-    wanted = [one for one in found if is_kept(one)]
+    wanted = [tensor for tensor in tensors if is_kept(tensor)]
     if later and checkpoint is None:
         raise ValueError("later=True says when a checkpoint is read, and none was given")
     if checkpoint is not None:

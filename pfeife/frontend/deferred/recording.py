@@ -41,18 +41,22 @@ class Recording(_torch.TorchDispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        tensors = [o for o in pytree.tree_leaves((args, kwargs)) if isinstance(o, torch.Tensor)]
-        if any(_torch.is_hollow(one) for one in tensors):
+        tensors = [
+            leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+        ]
+        if any(_torch.is_hollow(tensor) for tensor in tensors):
+            # Views look at no memory, and a tape has none: they simply run.
             if _torch.makes_view(func) or _torch.changes_layout(func):
                 return func(*args, **kwargs)
         elif str(func) == "aten.lift_fresh.default":  # torch.tensor(...)
             return self._recorded(torch.ops.aten.clone.default, args, {})
+        # Left to be recorded are draws and what makes tensors of numbers alone.
         elif _is_meta(tensors, kwargs) or (tensors and not _torch.draws(func)):
             return self._at_once(func, args, kwargs)
-        for one in pytree.tree_leaves(list(_torch.written(func, args, kwargs))):
-            if isinstance(one, torch.Tensor) and not _torch.is_hollow(one):
+        for target in pytree.tree_leaves(list(_torch.written(func, args, kwargs))):
+            if isinstance(target, torch.Tensor) and not _torch.is_hollow(target):
                 raise ValueError(
-                    f"{func} writes to a tensor {list(one.shape)} that was not made by torch "
+                    f"{func} writes to a tensor {list(target.shape)} that was not made by torch "
                     "inside of pfeife.deferred_init(), with values that are not there yet; make "
                     f"it inside, with torch ({calling_line()})"
                 )
@@ -61,114 +65,130 @@ class Recording(_torch.TorchDispatchMode):
     def _at_once(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """What is computed of values that are there."""
         before = torch.get_rng_state()
-        found = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         if not torch.equal(before, torch.get_rng_state()):
             raise ValueError(f"{func} draws random numbers, which is not told ({calling_line()})")
-        return found
+        return result
 
     def _recorded(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """The results of an operation, which have no memory; those that are no tensors, with the
         values that they have."""
-        said = pytree.tree_map(self._said, (args, kwargs))
-        found = self._shapes(func, args, kwargs, said)
-        leaves, tree = pytree.tree_flatten(found)
-        own = {id(one): one for one in pytree.tree_leaves((args, kwargs))}
-        state = self._state(func, [*own.values(), *leaves]) if _torch.draws(func) else None
+        recorded = pytree.tree_map(self._said, (args, kwargs))
+        results = self._shapes(func, args, kwargs, recorded)
+        leaves, tree = pytree.tree_flatten(results)
+        arguments = {id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs))}
+        state = self._state(func, [*arguments.values(), *leaves]) if _torch.draws(func) else None
         made: list[View | None] = []
-        for at, one in enumerate(leaves):
-            if not isinstance(one, torch.Tensor):
+        # What an operation returns of its arguments (in place) has a View already.
+        for at, leaf in enumerate(leaves):
+            if not isinstance(leaf, torch.Tensor):
                 continue
-            if id(one) not in own:
-                leaves[at] = self._hollow(func, one)
-            made.append(None if id(one) in own or one.is_meta else self._view(leaves[at]))
+            if id(leaf) not in arguments:
+                leaves[at] = self._hollow(func, leaf)
+            made.append(None if id(leaf) in arguments or leaf.is_meta else self._view(leaves[at]))
         where = calling_line()
         draw = len(self.tape.draws) if _torch.draws(func) else None
         default = torch.get_default_dtype()
-        self.tape.add(Operation(func, said[0], said[1], tuple(made), default, where, draw, state))
+        self.tape.add(
+            Operation(func, recorded[0], recorded[1], tuple(made), default, where, draw, state)
+        )
         if draw is not None:
             self._mark()
         return pytree.tree_unflatten(leaves, tree)
 
-    def _shapes(self, func: Any, args: tuple, kwargs: dict, said: Any) -> Any:
+    def _shapes(self, func: Any, args: tuple, kwargs: dict, recorded: Any) -> Any:
         """What an operation gives: its own arguments, tensors of its results' layouts, values."""
         fakes: dict[int, torch.Tensor] = {}
 
-        def fake(one: Any) -> Any:
-            if not isinstance(one, torch.Tensor):
-                return one
-            if id(one) not in fakes:
-                fakes[id(one)] = _torch.without_memory(self.mode, one)
-            return fakes[id(one)]
+        def fake(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            if id(leaf) not in fakes:
+                fakes[id(leaf)] = _torch.without_memory(self.mode, leaf)
+            return fakes[id(leaf)]
 
-        given = pytree.tree_map(fake, (args, kwargs))
+        fake_arguments = pytree.tree_map(fake, (args, kwargs))
         try:
             with self.mode:
-                found = func(*given[0], **given[1])
+                result = func(*fake_arguments[0], **fake_arguments[1])
         except Exception as error:
             changing = any(True for _ in _torch.written(func, args, kwargs))
+            # Its result depends on values, as that of `nonzero`, so it is run on copies of them: it
+            # must not write, which would be lost, nor draw, which would move the generator.
             if not _torch.has_no_rule(error) or _torch.draws(func) or changing:
                 raise
             with _unseen():
                 return func(*pytree.tree_map(self.real, args), **pytree.tree_map(self.real, kwargs))
-        own = {id(value): key for key, value in fakes.items()}
-        mine = {id(one): one for one in pytree.tree_leaves((args, kwargs))}
-        return pytree.tree_map(lambda one: mine[own[id(one)]] if id(one) in own else one, found)
+        argument_ids = {id(value): key for key, value in fakes.items()}
+        arguments = {id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs))}
+        return pytree.tree_map(
+            lambda leaf: arguments[argument_ids[id(leaf)]] if id(leaf) in argument_ids else leaf,
+            result,
+        )
 
-    def _hollow(self, func: Any, one: torch.Tensor) -> torch.Tensor:
+    def _hollow(self, func: Any, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor without memory that looks like another one."""
-        if one.layout != torch.strided or one.is_conj() or one.is_neg() or one.is_quantized:
+        if (
+            tensor.layout != torch.strided
+            or tensor.is_conj()
+            or tensor.is_neg()
+            or tensor.is_quantized
+        ):
             raise ValueError(
-                f"{func} makes a tensor that is not dense ({one.layout}): make it outside of "
+                f"{func} makes a tensor that is not dense ({tensor.layout}): make it outside of "
                 f"pfeife.deferred_init() ({calling_line()})"
             )
         with _unseen():
-            if one.is_meta:
-                return torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta")
-            view = View.at(len(self.storages), one)
-            storage = _torch.hollow(self.next, one.device, view.size)
+            if tensor.is_meta:
+                return torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
+                )
+            view = View.at(len(self.storages), tensor)
+            storage = _torch.hollow(self.next, tensor.device, view.size)
             self.known[self.next] = view.storage
             self.storages.append(storage)
+            # Empty storages have an address of their own as well, by which they are known.
             self.next += (storage.nbytes() // 64 + 1) * 64
             return view.of(storage)
 
-    def _said(self, one: Any) -> Any:
+    def _said(self, argument: Any) -> Any:
         """An argument as the tape has it; other tensors as they are now."""
-        if not isinstance(one, torch.Tensor):
-            return one
-        if _torch.is_hollow(one):
-            return self._view(one)
+        if not isinstance(argument, torch.Tensor):
+            return argument
+        if _torch.is_hollow(argument):
+            return self._view(argument)
         with _unseen():
-            return one.detach().clone()
+            return argument.detach().clone()
 
-    def _view(self, one: torch.Tensor) -> View:
-        if one.is_conj() or one.is_neg():
+    def _view(self, tensor: torch.Tensor) -> View:
+        if tensor.is_conj() or tensor.is_neg():
             raise ValueError(
                 "a conjugated view is not recorded: call .resolve_conj(), or make the tensor "
                 f"outside of pfeife.deferred_init() ({calling_line()})"
             )
-        return View.at(self.known[_torch.address_of(one)], one)
+        return View.at(self.known[_torch.address_of(tensor)], tensor)
 
-    def view(self, one: torch.Tensor) -> View | None:
+    def view(self, tensor: torch.Tensor) -> View | None:
         """Where a tensor of this recording lies, None for others."""
-        known = _torch.is_hollow(one) and _torch.address_of(one) in self.known
-        return self._view(one) if known else None
+        is_recorded = _torch.is_hollow(tensor) and _torch.address_of(tensor) in self.known
+        return self._view(tensor) if is_recorded else None
 
-    def real(self, one: Any) -> Any:
+    def real(self, value: Any) -> Any:
         """A tensor with the values that it has now, in memory of its own; anything else as it
         is."""
-        if not isinstance(one, torch.Tensor) or not _torch.is_hollow(one):
-            return one
+        if not isinstance(value, torch.Tensor) or not _torch.is_hollow(value):
+            return value
         with _unseen():
-            view = self._view(one)
+            view = self._view(value)
             return view.of(self.tape.values({view.storage})[view.storage])
 
-    def _state(self, func: Any, tensors: Sequence[Any]) -> torch.Tensor | int | None:
+    def _state(self, func: Any, leaves: Sequence[Any]) -> torch.Tensor | int | None:
         """What the generator has been set to since the last draw, None for nothing. Raises
         ValueError for draws of other generators."""
-        others = [o for o in tensors if isinstance(o, torch.Generator)]
-        places = {o.device.type for o in tensors if isinstance(o, torch.Tensor)}
-        if any(one is not torch.default_generator for one in others) or places - {"cpu"}:
-            what = "a generator of its own" if others else f"the generator of {sorted(places)}"
+        generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
+        devices = {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        if any(source is not torch.default_generator for source in generators) or devices - {"cpu"}:
+            what = "a generator of its own" if generators else f"the generator of {sorted(devices)}"
             raise ValueError(
                 f"{func} draws from {what} ({calling_line()}): inside of pfeife.deferred_init() "
                 "draw from torch's default generator of the CPU"
@@ -177,8 +197,8 @@ class Recording(_torch.TorchDispatchMode):
 
     def state(self) -> torch.Tensor | int | None:
         """What the generator has been set to since the last draw, None for nothing."""
-        found = torch.get_rng_state()
-        return None if torch.equal(found, self.now) else self.marks.get(_text(found), found)
+        state = torch.get_rng_state()
+        return None if torch.equal(state, self.now) else self.marks.get(_text(state), state)
 
     def _mark(self) -> None:
         """Gives the generator the state that stands for the one after the last draw; what it was
@@ -202,8 +222,8 @@ class Reading(torch.overrides.TorchFunctionMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         name, first = getattr(func, "__name__", ""), args[0] if args else None
-        known = name in {*_READING, *_STORED, "__deepcopy__"}
-        if not (known and isinstance(first, torch.Tensor) and _torch.is_hollow(first)):
+        touches_memory = name in {*_READING, *_STORED, "__deepcopy__"}
+        if not (touches_memory and isinstance(first, torch.Tensor) and _torch.is_hollow(first)):
             return func(*args, **(kwargs or {}))
         if name in _STORED:
             raise ValueError(
@@ -213,32 +233,32 @@ class Reading(torch.overrides.TorchFunctionMode):
         if name == "__deepcopy__":
             with torch.no_grad():
                 return _copied(first, args[1])
-        found = func(self.recording.real(first.detach()), *args[1:], **(kwargs or {}))
+        result = func(self.recording.real(first.detach()), *args[1:], **(kwargs or {}))
         if name in ("numpy", "__array__"):
-            found.flags.writeable = False  # what is written there would not be in the tensor
-        return found
+            result.flags.writeable = False  # what is written there would not be in the tensor
+        return result
 
 
-def _copied(one: torch.Tensor, memo: dict) -> torch.Tensor:
+def _copied(tensor: torch.Tensor, memo: dict) -> torch.Tensor:
     """A copy of a tensor, in a copy of its whole storage: those that share it go on to do so."""
-    if id(one) not in memo:
-        known = "pfeife", _torch.address_of(one)
-        if known not in memo:
-            size = one.untyped_storage().nbytes() // one.itemsize
-            memo[known] = one.detach().as_strided((size,), (1,), 0).clone().untyped_storage()
-        found = torch.empty(0, dtype=one.dtype, device=one.device)
-        found.set_(memo[known], one.storage_offset(), one.shape, one.stride())
-        found.requires_grad_(one.requires_grad)
-        found.__dict__.update(copy.deepcopy(one.__dict__, memo))
-        memo[id(one)] = found
-    return memo[id(one)]
+    if id(tensor) not in memo:
+        key = "pfeife", _torch.address_of(tensor)
+        if key not in memo:
+            size = tensor.untyped_storage().nbytes() // tensor.itemsize
+            memo[key] = tensor.detach().as_strided((size,), (1,), 0).clone().untyped_storage()
+        clone = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        clone.set_(memo[key], tensor.storage_offset(), tensor.shape, tensor.stride())
+        clone.requires_grad_(tensor.requires_grad)
+        clone.__dict__.update(copy.deepcopy(tensor.__dict__, memo))
+        memo[id(tensor)] = clone
+    return memo[id(tensor)]
 
 
 def _is_meta(tensors: Sequence[torch.Tensor], kwargs: dict) -> bool:
     """Whether an operation is one on the meta device, where there are no values in eager either."""
     device = kwargs.get("device")
     named = device is not None and torch.device(device).type == "meta"
-    return named or (bool(tensors) and all(one.is_meta for one in tensors))
+    return named or (bool(tensors) and all(tensor.is_meta for tensor in tensors))
 
 
 def _text(state: torch.Tensor) -> bytes:

@@ -107,7 +107,7 @@ def absent(like: torch.Tensor, device: torch.device, absence: Absence) -> torch.
 
 def become_absent(tensor: torch.Tensor, absence: Absence) -> None:
     """Lets go of a tensor's values, and of all of Python's tensors that share its bytes."""
-    sharing = [one for one in users_of(tensor) if _torch.overlap(one, tensor)]
+    sharing = [user for user in users_of(tensor) if _torch.overlap(user, tensor)]
     if len(sharing) == 1:
         _torch.let_go(tensor, absence)
     else:
@@ -118,7 +118,9 @@ def is_whole(tensor: torch.Tensor) -> bool:
     """Whether a tensor shows each value of its storage once."""
     values = tensor.untyped_storage().nbytes() // max(1, tensor.itemsize)
     steps = sorted(zip(tensor.stride(), tensor.shape, strict=True))
-    dense = all(one * size == step for (one, size), (step, _) in pairwise(steps))
+    dense = all(
+        stride * size == next_stride for (stride, size), (next_stride, _) in pairwise(steps)
+    )
     return tensor.numel() == values and ((dense and (not steps or steps[0][0] == 1)) or values < 2)
 
 
@@ -129,23 +131,25 @@ def take_values(tensor: torch.Tensor, values: torch.Tensor | None = None) -> Non
     if values is not None:
         room.copy_(values)
     with torch.no_grad():
-        for one in users_of(tensor):
-            one.data = room.as_strided(one.shape, one.stride(), one.storage_offset())
+        for user in users_of(tensor):
+            user.data = room.as_strided(user.shape, user.stride(), user.storage_offset())
 
 
 def users_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """All tensors of Python's in the memory of one."""
+    # Nearly always, and it spares a look at all objects that there are.
     if _torch.views_of_memory(tensor) == 1:
         return [tensor]
     place = _torch.storage_of(tensor)
-    users = {id(one): one for one in living(torch.Tensor) if _torch.storage_of(one) == place}
+    users = {id(user): user for user in living(torch.Tensor) if _torch.storage_of(user) == place}
     return list({**users, id(tensor): tensor}.values())
 
 
-def _written(own: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _written(absence: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     """An operation that changes its first argument."""
     target = args[0]
     if torch.Tag.nondeterministic_seeded in operation.tags:
+        # Drawn for nothing: this rank's generator goes on as that of the rank with the values.
         drawn = torch.empty_like(_torch.as_meta(target), device=target.device)
         operation(drawn, *args[1:], **kwargs)
     if is_absent(target):
@@ -153,20 +157,21 @@ def _written(own: Absence, operation: OpOverload, args: tuple, kwargs: dict[str,
         torch.autograd.graph.increment_version(target)
         record_of(target).written(target)
     else:
-        _lose(target, own.derived())
+        _lose(target, absence.derived())
     return target
 
 
 def _lose(target: torch.Tensor, absence: Absence) -> None:
     """Values that are not here are written into a tensor of this rank. Raises ValueError if
     something has its memory which nobody finds, such as autograd."""
+    # Autograd's saved tensors are no objects of Python's: such memory has more views than users.
     users = users_of(target)
     if _torch.views_of_memory(target) > len(users):
         raise ValueError(
             f"{absence.refusal('this write')}; it goes into a tensor {list(target.shape)} whose "
             "memory something else looks at: write into a tensor with memory of its own"
         )
-    absence.spread([one for one in users if _torch.overlap(one, target)])
+    absence.spread([user for user in users if _torch.overlap(user, target)])
     if not is_absent(target):
         become_absent(target, absence)
     torch.autograd.graph.increment_version(target)
@@ -180,41 +185,47 @@ def _check_leaf(target: torch.Tensor) -> None:
         )
 
 
-def _copied(own: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _copied(absence: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     """`copy_`, by which state is loaded."""
     target, source = args[:2]
     if not is_absent(target) or is_absent(source):
-        return _written(own, operation, args, kwargs)
+        return _written(absence, operation, args, kwargs)
     _check_leaf(target)
     torch.autograd.graph.increment_version(target)
     record_of(target).loaded(target, source)
     return target
 
 
-def _each_written(own: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> None:
+def _each_written(
+    absence: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]
+) -> None:
     """An operation that changes each of a list of tensors."""
-    for part, parts in _apart(args):
-        if part is None:
-            operation(*parts, **kwargs)
+    for place, arguments in _apart(args):
+        if place is None:
+            operation(*arguments, **kwargs)
             continue
-        target = parts[0][0]
-        absence = _torch.first_record(parts)
+        target = arguments[0][0]
+        element_absence = _torch.first_record(arguments)
         rule = _copied if operation is aten._foreach_copy_.default else _written
-        beside = [one[0] if isinstance(one, list) else one for one in parts[1:]]
-        rule(absence, operation, (target, *beside), kwargs)
+        others = [
+            argument[0] if isinstance(argument, list) else argument for argument in arguments[1:]
+        ]
+        rule(element_absence, operation, (target, *others), kwargs)
 
 
-def _each_computed(own: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _each_computed(
+    absence: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]
+) -> Any:
     """An operation that computes something of each of a list of tensors."""
     results: list[Any] = [None] * len(args[0])
-    for part, parts in _apart(args):
-        if part is None:
+    for place, arguments in _apart(args):
+        if place is None:
             here = [at for at in range(len(args[0])) if not _reads_absent(args, at)]
-            for at, result in zip(here, operation(*parts, **kwargs), strict=True):
+            for at, result in zip(here, operation(*arguments, **kwargs), strict=True):
                 results[at] = result
         else:
-            absence = _torch.first_record(parts).derived()
-            results[part] = _shaped(absence, operation, tuple(parts), kwargs)[0]
+            element_absence = _torch.first_record(arguments).derived()
+            results[place] = _shaped(element_absence, operation, tuple(arguments), kwargs)[0]
     return results
 
 
@@ -226,7 +237,10 @@ def _apart(args: tuple) -> Iterator[tuple[int | None, list[Any]]]:
     gone = [at for at in places if _reads_absent(args, at)]
 
     def taken(chosen: Sequence[int]) -> list[Any]:
-        return [[one[at] for at in chosen] if _is_list(one, count) else one for one in args]
+        return [
+            [argument[at] for at in chosen] if _is_list(argument, count) else argument
+            for argument in args
+        ]
 
     here = [at for at in places if at not in set(gone)]
     if here:
@@ -237,72 +251,76 @@ def _apart(args: tuple) -> Iterator[tuple[int | None, list[Any]]]:
 
 def _reads_absent(args: tuple, at: int) -> bool:
     count = len(args[0])
-    return any(is_absent(one[at]) for one in args if _is_list(one, count))
+    return any(is_absent(argument[at]) for argument in args if _is_list(argument, count))
 
 
 def _is_list(value: Any, count: int) -> bool:
     return isinstance(value, list | tuple) and len(value) == count
 
 
-def _computed(own: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _computed(absence: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     """An operation that computes something of each element."""
     if not (torch.Tag.pointwise in operation.tags or operation in _COPIES):
-        raise own.refusal(_said(operation))
-    return _along(own, operation, args, kwargs)
+        raise absence.refusal(_said(operation))
+    return _along(absence, operation, args, kwargs)
 
 
-def _along(own: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _along(absence: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     """An operation of which only the shape of the result is known."""
-    return _shaped(own.derived(), operation, args, kwargs)
+    return _shaped(absence.derived(), operation, args, kwargs)
 
 
-def _shaped(own: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _shaped(absence: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     """What an operation computes, as shapes. Raises ValueError if data would decide these, or
     something else than tensors comes out."""
     leaves = pytree.tree_leaves((args, kwargs))
-    device = next(one.device for one in leaves if is_absent(one))
+    device = next(leaf.device for leaf in leaves if is_absent(leaf))
     if kwargs.get("device") is not None:
         device = torch.device(kwargs["device"])
         kwargs = {**kwargs, "device": "meta"}
     shapes = pytree.tree_map_only(torch.Tensor, _torch.as_meta, (args, kwargs))
     try:
-        found = operation(*shapes[0], **shapes[1])
+        result = operation(*shapes[0], **shapes[1])
     except (NotImplementedError, RuntimeError) as error:
-        raise own.refusal(_said(operation)) from error
-    if not all(isinstance(one, torch.Tensor) for one in pytree.tree_leaves(found)):
-        raise own.refusal(_said(operation))
-    return pytree.tree_map_only(torch.Tensor, lambda one: absent(one, device, own), found)
+        raise absence.refusal(_said(operation)) from error
+    if not all(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)):
+        raise absence.refusal(_said(operation))
+    return pytree.tree_map_only(torch.Tensor, lambda leaf: absent(leaf, device, absence), result)
 
 
-def _made(own: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
+def _made(
+    absence: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]
+) -> torch.Tensor:
     """A new tensor of this rank with the shape of one."""
     kwargs = {**kwargs, "device": kwargs.get("device") or args[0].device}
-    found: torch.Tensor = operation(_torch.as_meta(args[0]), *args[1:], **kwargs)
-    return found
+    tensor: torch.Tensor = operation(_torch.as_meta(args[0]), *args[1:], **kwargs)
+    return tensor
 
 
-def _emptied(own: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _emptied(absence: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Without dimensions that is how torch begins a deep copy, which is absent, too."""
-    return (_made if args[1] else _shaped)(own, operation, args, kwargs)
+    return (_made if args[1] else _shaped)(absence, operation, args, kwargs)
 
 
-def _norm(own: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
+def _norm(
+    absence: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]
+) -> torch.Tensor:
     tensor, order, dims = (*args, *(2, None)[len(args) - 1 :])[:3]
     if dims or kwargs.get("dim"):
-        return _along(own, operation, args, kwargs)
-    norm = own.norm(tensor, float(order))
+        return _along(absence, operation, args, kwargs)
+    norm = absence.norm(tensor, float(order))
     dtype = tensor.dtype.to_real() if tensor.dtype.is_complex else tensor.dtype
     return torch.tensor(norm, dtype=kwargs.get("dtype") or dtype, device=tensor.device)
 
 
-def _norms(own: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
-    return [torch.linalg.vector_norm(one, *args[1:], **kwargs) for one in args[0]]
+def _norms(absence: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+    return [torch.linalg.vector_norm(tensor, *args[1:], **kwargs) for tensor in args[0]]
 
 
-def _unscaled(own: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> None:
+def _unscaled(absence: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> None:
     """What GradScaler does: all ranks find out if any gradient is not finite."""
-    _each_written(own, operation, args, kwargs)
-    if any(record_of(one).overflow for one in args[0] if is_absent(one)):
+    _each_written(absence, operation, args, kwargs)
+    if any(record_of(gradient).overflow for gradient in args[0] if is_absent(gradient)):
         args[1].fill_(1.0)
 
 
@@ -332,6 +350,7 @@ _RULES: Mapping[Any, Rule] = {
     aten._foreach_norm.Scalar: _norms,
     **{operation.default: _made for operation in _LIKE},
     **dict.fromkeys(_ALONG, _along),
+    # Behind `_LIKE`, which has it too: the last entry counts.
     aten.new_empty.default: _emptied,
     aten.copy_.default: _copied,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscaled,

@@ -69,13 +69,14 @@ def sharing(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def make(tensors: Iterable[torch.Tensor]) -> None:
     """Makes the values of deferred tensors, and of all that share memory with them."""
     users = [(tensor, record_of(tensor)) for tensor in sharing(tensors)]
+    # All are checked before the first is made: an error leaves them as they were.
     for tensor, _ in users:
         _check_leaf(tensor)
     for source in {id(recipe.source): recipe.source for _, recipe in users}.values():
-        theirs = [tensor for tensor, recipe in users if recipe.source is source]
-        views = [view_of(tensor) for tensor in theirs]
+        deferred = [tensor for tensor, recipe in users if recipe.source is source]
+        views = [view_of(tensor) for tensor in deferred]
         values = source.values({view.storage for view in views})
-        for tensor, view in zip(theirs, views, strict=True):
+        for tensor, view in zip(deferred, views, strict=True):
             with _torch.plainly():
                 tensor.data = view.of(values[view.storage])
 
@@ -102,6 +103,7 @@ def _check_leaf(tensor: torch.Tensor) -> None:
 def deferred_tensors(step: Any, arguments: Mapping[str, Any] | None = None) -> list[torch.Tensor]:
     """The deferred tensors that a module has, or a step reaches, by itself or in `arguments`, also
     inside of objects of torch's such as distributions."""
+    # What was frozen is not among all objects, so that there may be some which nobody sees here.
     if not (gc.get_freeze_count() or any(map(is_waiting, living(torch.Tensor)))):
         return []  # there are none
     places = Places(step, arguments or {})

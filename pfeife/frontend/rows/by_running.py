@@ -55,53 +55,56 @@ def seen_rows(
     """
     program, twice = programs
     both = {port.name: sample.both(port) for port in program.inputs}
-    found: dict[fx.Node, int] = {}
+    dims: dict[fx.Node, int] = {}
     try:
         with torch.no_grad(), _torch.no_autocast(), Expected():
+            # The three runs go on in step, node by node, so that no more of their values is held
+            # than later nodes need.
             apart = zip(
                 *(_values(program, nodes[0], values.get) for values in (sample.one, sample.other)),
                 strict=True,
             )
             together = _values(twice, nodes[1], both.get)
-            for node, (one, other), whole in zip(nodes[0], apart, together, strict=True):
-                dim = _dim(one, other, whole)
+            for node, (first, second), whole in zip(nodes[0], apart, together, strict=True):
+                dim = _dim(first, second, whole)
                 if dim is not None:
-                    found[node] = dim
+                    dims[node] = dim
     except Draws as draws:
         log.debug("what no rule knows is not looked at, since the step draws by %s", draws)
         return {}
     except Exception as error:  # the step itself will say where
         log.debug("what no rule knows is not looked at, since the step fails: %s", error)
-    return found
+    return dims
 
 
 def _values(
-    program: Program, nodes: Sequence[fx.Node], given: Callable[[str], Any]
+    program: Program, nodes: Sequence[fx.Node], value_of: Callable[[str], Any]
 ) -> Iterator[Any]:
     """The nodes' values in order, none of them kept after it is read last."""
     run = Unseeded(program.module)
     last = {operand: node for node in nodes for operand in node.all_input_nodes}
     for node in nodes:
-        run.env[node] = given(node.name) if node.op == "placeholder" else run.run_node(node)
+        run.env[node] = value_of(node.name) if node.op == "placeholder" else run.run_node(node)
         yield run.env[node]
         for operand in node.all_input_nodes:
             if last[operand] is node:
                 del run.env[operand]
 
 
-def _dim(one: Any, other: Any, whole: Any) -> int | None:
+def _dim(first: Any, second: Any, whole: Any) -> int | None:
     """Along which dimension the values of two microbatches, other ones, are that of both."""
-    if not isinstance(one, torch.Tensor) or one.is_meta or not one.is_floating_point():
+    if not isinstance(first, torch.Tensor) or first.is_meta or not first.is_floating_point():
         return None
-    grown = [i for i, (a, b) in enumerate(zip(one.shape, whole.shape, strict=True)) if a != b]
-    if len(grown) != 1 or one.shape != other.shape or torch.equal(one, other):
+    grown = [i for i, (a, b) in enumerate(zip(first.shape, whole.shape, strict=True)) if a != b]
+    # Equal values prove nothing: what is the same in all rows can be joined so as well.
+    if len(grown) != 1 or first.shape != second.shape or torch.equal(first, second):
         return None
-    joined = torch.cat([one, other], grown[0])
+    joined = torch.cat([first, second], grown[0])
     return grown[0] if joined.shape == whole.shape and _same(joined, whole) else None
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether finite values agree to within what rounds differently in the company of others."""
-    rounding = _ROUNDING.get(one.dtype, _ROUNDING_OF_HALVES)
-    apart = (one - other).abs().max()  # not finite where one of the values is not
-    return bool(apart.isfinite() and apart <= rounding * one.abs().max())
+    rounding = _ROUNDING.get(first.dtype, _ROUNDING_OF_HALVES)
+    apart = (first - second).abs().max()  # not finite where one of the values is not
+    return bool(apart.isfinite() and apart <= rounding * first.abs().max())

@@ -20,35 +20,39 @@ from pfeife.frontend.rows.value import (
 )
 
 
-def fixed(one: RowOperation) -> Rows:
-    maybe = frozenset().union(*(rows.maybe for _, rows in one.operands()))
-    return Rows(maybe=maybe | sizes(one.shape, one.rows)) if maybe else FIXED
+def fixed(operation: RowOperation) -> Rows:
+    """What is the same in every microbatch; the numbers in it, and its sizes, may count rows."""
+    maybe = frozenset().union(*(rows.maybe for _, rows in operation.operands()))
+    return Rows(maybe=maybe | sizes(operation.shape, operation.rows)) if maybe else FIXED
 
 
-def made(one: RowOperation) -> Rows:
+def made(operation: RowOperation) -> Rows:
     """A tensor made from numbers: its sizes, and what it is filled with, may count rows."""
-    fill = next((k for k in ("fill_value", "s") if k in one.arguments), None)
-    value = one.number(fill) if fill and one.arguments[fill] else FIXED
-    if one.twin is None:
-        return attrs.evolve(value, maybe=value.maybe | sizes(one.shape, one.rows))
-    return attrs.evolve(value, dim=_grown(one.shape, shape_of(one.twin)))
+    fill = next((k for k in ("fill_value", "s") if k in operation.arguments), None)
+    value = operation.number(fill) if fill and operation.arguments[fill] else FIXED
+    if operation.twin is None:
+        return attrs.evolve(value, maybe=value.maybe | sizes(operation.shape, operation.rows))
+    return attrs.evolve(value, dim=_grown(operation.shape, shape_of(operation.twin)))
 
 
-def constant(one: RowOperation) -> Rows:
+def constant(operation: RowOperation) -> Rows:
     """A tensor made from Python's numbers: any of them may count rows."""
-    value, other = _attribute(one.node), one.twin and _attribute(one.twin)
+    value, other = _attribute(operation.node), operation.twin and _attribute(operation.twin)
     if not isinstance(value, torch.Tensor):
-        return Rows(maybe=sizes(one.shape, one.rows))
+        return Rows(maybe=sizes(operation.shape, operation.rows))
     if isinstance(other, torch.Tensor):
         if torch.equal(value, other):
             return FIXED
         if not value.numel() == 1 == other.numel() or value.is_complex():
             raise Stuck
         return Rows(power=growth(float(value), float(other)))
+    # Without the graph for twice the rows beside it, any of its numbers may count them.
     real = torch.view_as_real(value) if value.is_complex() else value
     numbers = real.detach().unique().tolist()
-    powers = frozenset().union(*(counting(float(number), one.rows) for number in numbers))
-    return Rows(maybe=powers if value.numel() == 1 else powers | sizes(one.shape, one.rows))
+    powers = frozenset().union(*(counting(float(number), operation.rows) for number in numbers))
+    return Rows(
+        maybe=powers if value.numel() == 1 else powers | sizes(operation.shape, operation.rows)
+    )
 
 
 def _attribute(node: fx.Node) -> Any:
@@ -57,36 +61,39 @@ def _attribute(node: fx.Node) -> Any:
 
 
 def sizes(shape: Sequence[int], rows: int) -> frozenset[int]:
+    """What the sizes of a tensor would add to the power if they counted rows."""
     return frozenset({1}) if any(size and size % rows == 0 for size in shape) else frozenset()
 
 
 def _grown(shape: Sequence[int], twice: Sequence[int]) -> int | None:
     """The dimension in which a shape has twice as much for twice the rows."""
-    found = [i for i, (a, b) in enumerate(zip(shape, twice, strict=True)) if a != b]
-    if not found:
+    dims = [i for i, (a, b) in enumerate(zip(shape, twice, strict=True)) if a != b]
+    if not dims:
         return None
-    if len(found) > 1 or twice[found[0]] != 2 * shape[found[0]]:
+    if len(dims) > 1 or twice[dims[0]] != 2 * shape[dims[0]]:
         raise Stuck
-    return found[0]
+    return dims[0]
 
 
-def pointwise(one: RowOperation) -> Rows:
+def pointwise(operation: RowOperation) -> Rows:
     """Any function of the elements: of rows it has rows; of sums or means nothing is known."""
-    found = aligned(one)
-    if found.dim is None or found.power:
+    rows = aligned(operation)
+    if rows.dim is None or rows.power:
         raise Stuck
-    return attrs.evolve(found, maybe=frozenset())
+    return attrs.evolve(rows, maybe=frozenset())
 
 
-def aligned(one: RowOperation) -> Rows:
+def aligned(operation: RowOperation) -> Rows:
     """Where the rows of the result are, by broadcasting; the rest from the first that has any."""
-    operands = one.operands()
+    operands = operation.operands()
     partial = [rows for _, rows in operands if rows.dim is None and rows.varies]
     places = {
-        (rows.dim - len(shape_of(node)) + len(one.shape), rows.before)
+        (rows.dim - len(shape_of(node)) + len(operation.shape), rows.before)
         for node, rows in operands
         if rows.dim is not None
     }
+    # A sum or mean over the rows of one microbatch is not that of the batch: added to each row
+    # (x - x.mean(0)), it makes them depend on the others.
     if partial and (places or len(partial) > 1):
         raise Stuck
     if not places:
@@ -98,21 +105,22 @@ def aligned(one: RowOperation) -> Rows:
     return Rows(any(rows.varies for _, rows in operands), dim, before, power)
 
 
-def same(one: RowOperation) -> Rows:
+def same(operation: RowOperation) -> Rows:
     """A copy, another type, a sign."""
-    (source, rows), *_ = one.operands()
-    before, after = source.meta["val"].dtype, one.node.meta["val"].dtype
+    (source, rows), *_ = operation.operands()
+    before, after = source.meta["val"].dtype, operation.node.meta["val"].dtype
     cast = before != torch.bool and not (after.is_floating_point or after.is_complex)
     cast = cast and (before.is_floating_point or after == torch.bool)
+    # The microbatches' rounded sums are not the batch's: x.sum().long(), x.sum().bool().
     if cast and (rows.power or (rows.dim is None and rows.varies)):
         raise Stuck
     return rows
 
 
-def sum_of(one: RowOperation) -> Rows:
+def sum_of(operation: RowOperation) -> Rows:
     """a + b, a - b: both must grow alike, and what is the same in every microbatch is a mean."""
-    parts = [rows for name in ("self", "other") for rows in [one.of(name)]]
-    if "alpha" in one.arguments and one.arguments["alpha"] != 1:
+    parts = [rows for name in ("self", "other") for rows in [operation.of(name)]]
+    if "alpha" in operation.arguments and operation.arguments["alpha"] != 1:
         raise Stuck
     maybe = parts[0].maybe | parts[1].maybe
     if all(not moves(rows) for rows in parts):
@@ -124,7 +132,7 @@ def sum_of(one: RowOperation) -> Rows:
         raise Stuck(numbers=1 in low.maybe)
     powers = {rows.power for rows in parts}
     if any(rows.dim is not None for rows in parts):
-        return attrs.evolve(aligned(one), power=powers.pop(), maybe=maybe)
+        return attrs.evolve(aligned(operation), power=powers.pop(), maybe=maybe)
     return Rows(
         varies=any(rows.varies for rows in parts),
         power=powers.pop(),
@@ -134,137 +142,145 @@ def sum_of(one: RowOperation) -> Rows:
     )
 
 
-def product(one: RowOperation) -> Rows:
-    left, right = one.of("self"), one.of("other")
-    return _scaled(one, left, right, 1)
+def product(operation: RowOperation) -> Rows:
+    """a * b."""
+    left, right = operation.of("self"), operation.of("other")
+    return _scaled(operation, left, right, 1)
 
 
-def quotient(one: RowOperation) -> Rows:
-    left, right = one.of("self"), one.of("other")
-    if one.arguments.get("rounding_mode"):
+def quotient(operation: RowOperation) -> Rows:
+    """a / b, which is a mean where a sum is divided by a count."""
+    left, right = operation.of("self"), operation.of("other")
+    if operation.arguments.get("rounding_mode"):
         raise Stuck
     # A sum over a count that itself depends on the batch (targets that are not ignored): a mean
     # with that weight, so the count is kept.
     both = left.varies and right.varies and left.dim is None and right.dim is None
     if both and left.power == right.power == 1 and not (left.counts or right.counts):
         maybe = left.maybe | frozenset(-power for power in right.maybe)
-        return Rows(varies=True, maybe=maybe, counts=frozenset({one.arguments["other"]}))
+        return Rows(varies=True, maybe=maybe, counts=frozenset({operation.arguments["other"]}))
     if right.varies and right.dim is None:
         raise Stuck
-    return _scaled(one, left, right, -1)
+    return _scaled(operation, left, right, -1)
 
 
-def _scaled(one: RowOperation, left: Rows, right: Rows, sign: int) -> Rows:
+def _scaled(operation: RowOperation, left: Rows, right: Rows, sign: int) -> Rows:
     """left * right ** sign; of two sums or means nothing is known."""
     maybe = left.maybe | frozenset(sign * power for power in right.maybe)
     power = left.power + sign * right.power
     if left.dim is not None or right.dim is not None:
-        return attrs.evolve(aligned(one), power=power, maybe=maybe)
+        return attrs.evolve(aligned(operation), power=power, maybe=maybe)
     if left.varies and right.varies:
         raise Stuck
     main = left if left.varies else right
     return attrs.evolve(main, power=power, maybe=maybe, varies=left.varies or right.varies)
 
 
-def chosen(one: RowOperation) -> Rows:
+def chosen(operation: RowOperation) -> Rows:
     """where(mask, a, b), masked_fill: of rows."""
-    found = aligned(one)
-    if found.dim is None or found.power:
+    rows = aligned(operation)
+    if rows.dim is None or rows.power:
         raise Stuck
-    maybe = [rows.maybe for _, rows in one.operands()]
-    return attrs.evolve(found, maybe=frozenset().union(*maybe))
+    maybe = [operand.maybe for _, operand in operation.operands()]
+    return attrs.evolve(rows, maybe=frozenset().union(*maybe))
 
 
-def put(one: RowOperation) -> Rows:
+def put(operation: RowOperation) -> Rows:
     """`x[mask] = number`, which is `x.masked_fill(mask, number)`."""
-    masks, value = one.arguments["indices"], one.arguments["values"]
-    if one.arguments["accumulate"] or len(masks) != 1 or math.prod(shape_of(value)) != 1:
+    masks, value = operation.arguments["indices"], operation.arguments["values"]
+    if operation.arguments["accumulate"] or len(masks) != 1 or math.prod(shape_of(value)) != 1:
         raise Stuck
     mask = masks[0].meta["val"]
-    if mask.dtype != torch.bool or tuple(mask.shape) != one.shape:
+    if mask.dtype != torch.bool or tuple(mask.shape) != operation.shape:
         raise Stuck
-    return chosen(one)
+    return chosen(operation)
 
 
-def clamped(one: RowOperation) -> Rows:
+def clamped(operation: RowOperation) -> Rows:
     """A count that is kept from zero is one still; else as any function."""
-    rows = one.known[one.node.args[0]]  # type: ignore[index]
-    low = one.arguments.get("min", one.arguments.get("other"))
-    small = isinstance(low, int | float) and 0 < low <= 1 and one.arguments.get("max") is None
+    rows = operation.known[operation.node.args[0]]  # type: ignore[index]
+    low = operation.arguments.get("min", operation.arguments.get("other"))
+    small = isinstance(low, int | float) and 0 < low <= 1 and operation.arguments.get("max") is None
     if rows.dim is None and rows.varies and rows.power == 1 and small:
         return rows
-    return pointwise(one)
+    return pointwise(operation)
 
 
-def add(one: RowOperation) -> Rows:
+def add(operation: RowOperation) -> Rows:
     """As `sum_of`; a count with a tiny number added is a count still."""
-    left, tiny = one.of("self"), one.arguments["other"]
+    left, tiny = operation.of("self"), operation.arguments["other"]
     if isinstance(tiny, int | float) and 0 < tiny <= 1e-3 and left.power == 1 and left.varies:
         return left
-    return sum_of(one)
+    return sum_of(operation)
 
 
-def dims_of(one: RowOperation, rank: int) -> set[int]:
-    given = one.arguments.get("dim")
-    if given is None or given == []:
+def dims_of(operation: RowOperation, rank: int) -> set[int]:
+    """The dimensions in an operation's `dim`, counted from the front; all if there are none."""
+    dims = operation.arguments.get("dim")
+    if dims is None or dims == []:
         return set(range(rank))
-    return {d % max(rank, 1) for d in (given if isinstance(given, list | tuple) else [given])}
+    return {d % max(rank, 1) for d in (dims if isinstance(dims, list | tuple) else [dims])}
 
 
-def over_dims(one: RowOperation) -> tuple[Rows, set[int], bool]:
-    (node, rows), *_ = one.operands()
-    dims = dims_of(one, len(shape_of(node)))
+def over_dims(operation: RowOperation) -> tuple[Rows, set[int], bool]:
+    """The rows of what is reduced, over which dimensions, and whether that of the rows is among
+    them."""
+    (node, rows), *_ = operation.operands()
+    dims = dims_of(operation, len(shape_of(node)))
     return rows, dims, rows.dim in dims
 
 
-def _kept(one: RowOperation, rows: Rows, dims: set[int]) -> Rows:
+def _kept(operation: RowOperation, rows: Rows, dims: set[int]) -> Rows:
     """Rows after other dimensions have been reduced."""
     assert rows.dim is not None
-    if one.arguments.get("keepdim"):
+    if operation.arguments.get("keepdim"):
         return rows
     return attrs.evolve(rows, dim=rows.dim - sum(d < rows.dim for d in dims))
 
 
-def summed(one: RowOperation) -> Rows:
-    rows, dims, over = over_dims(one)
+def summed(operation: RowOperation) -> Rows:
+    """A sum over dimensions, which over that of the rows grows with them."""
+    rows, dims, over = over_dims(operation)
     if rows.dim is None:
         return rows
     if not over:
-        return _kept(one, rows, dims)
+        return _kept(operation, rows, dims)
     return Rows(rows.varies, power=rows.power + 1, maybe=rows.maybe)
 
 
-def averaged(one: RowOperation) -> Rows:
-    rows, dims, over = over_dims(one)
+def averaged(operation: RowOperation) -> Rows:
+    """A mean over dimensions, which over that of the rows is one over all rows."""
+    rows, dims, over = over_dims(operation)
     if rows.dim is None:
         return rows
     if not over:
-        return _kept(one, rows, dims)
+        return _kept(operation, rows, dims)
     return Rows(rows.varies, power=rows.power, maybe=rows.maybe, plain=True)
 
 
-def reduced(one: RowOperation) -> Rows:
+def reduced(operation: RowOperation) -> Rows:
     """Any reduction over other dimensions than that of the rows."""
-    rows, dims, over = over_dims(one)
+    rows, dims, over = over_dims(operation)
     if rows.dim is None or over or rows.power:
         raise Stuck
-    return attrs.evolve(_kept(one, rows, dims), maybe=frozenset())
+    return attrs.evolve(_kept(operation, rows, dims), maybe=frozenset())
 
 
-def along(one: RowOperation) -> Rows:
+def along(operation: RowOperation) -> Rows:
     """Along a dimension that is not that of the rows: softmax, cumsum, sort, flip."""
-    rows, _, over = over_dims(one)
+    rows, _, over = over_dims(operation)
     if rows.dim is None or over or rows.power:
-        raise Stuck(mixes=over and "softmax" in one.name)
+        raise Stuck(mixes=over and "softmax" in operation.name)
     return attrs.evolve(rows, maybe=frozenset())
 
 
-def normalised(one: RowOperation) -> tuple:
-    rows = one.of("input")
-    shape = shape_of(one.arguments["input"])
-    if rows.dim is None or rows.dim >= len(shape) - len(one.arguments["normalized_shape"]):
+def normalised(operation: RowOperation) -> tuple:
+    """A layer or RMS norm over other dimensions than that of the rows, and its statistics."""
+    rows = operation.of("input")
+    shape = shape_of(operation.arguments["input"])
+    if rows.dim is None or rows.dim >= len(shape) - len(operation.arguments["normalized_shape"]):
         raise Stuck(mixes=rows.dim is not None)
-    if rows.power or any(moves(given) for _, given in one.operands()[1:]):
+    if rows.power or any(moves(parameter) for _, parameter in operation.operands()[1:]):
         raise Stuck
     rest = attrs.evolve(rows, maybe=frozenset())
     return (rest, rest, rest)

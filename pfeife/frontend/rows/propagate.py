@@ -28,65 +28,71 @@ def follow(
     without a rule for its operands, and of one whose operands are unknown.
     """
     nodes = ancestors(graph, wanted)
-    known: dict[fx.Node, Any] = {}
+    rows_of: dict[fx.Node, Any] = {}
     for node in nodes:
         if node.op == "placeholder" or "val" not in node.meta:  # a branch of torch.cond
-            known[node] = inputs.get(node, FIXED)
+            rows_of[node] = inputs.get(node, FIXED)
             continue
-        one = RowOperation(node, bound(node), known, rows, twins.get(node))
+        operation = RowOperation(node, bound(node), rows_of, rows, twins.get(node))
+        # The first Unknown goes on to all that is computed from it, so that the one in a result
+        # names the node at which the rules ended.
         stuck = next(
-            (k for k in map(known.get, node.all_input_nodes) if isinstance(k, Unknown)), None
+            (k for k in map(rows_of.get, node.all_input_nodes) if isinstance(k, Unknown)), None
         )
-        found = stuck or _by_rule(one)
-        looked = isinstance(found, Unknown) and node in seen
-        known[node] = Rows(varies=True, dim=seen[node]) if looked else found
-    return {node: _settled(node, known[node]) for node in wanted}
+        result = stuck or _by_rule(operation)
+        looked = isinstance(result, Unknown) and node in seen
+        rows_of[node] = Rows(varies=True, dim=seen[node]) if looked else result
+    return {node: _settled(node, rows_of[node]) for node in wanted}
 
 
-def _by_rule(one: RowOperation) -> Any:
+def _by_rule(operation: RowOperation) -> Any:
     """What the rule of an operation finds, Unknown if none is for it and its operands."""
     try:
-        return _noting_losses(one, rule_of(one)(one))
+        return _noting_losses(operation, rule_of(operation)(operation))
     except Stuck as reason:
-        return Unknown(one.node, reason.numbers, reason.mixes or _has_pairs(one))
+        return Unknown(operation.node, reason.numbers, reason.mixes or _has_pairs(operation))
     except KeyError:  # an overload without the argument that the rule is about
-        return Unknown(one.node, mixes=_has_pairs(one))
+        return Unknown(operation.node, mixes=_has_pairs(operation))
 
 
-def _has_pairs(one: RowOperation) -> bool:
+def _has_pairs(operation: RowOperation) -> bool:
     """Whether a value has something for every pair of rows: for twice the rows it is larger in two
     dimensions."""
-    values = [node.meta.get("val") for node in (one.node, one.twin) if node is not None]
+    values = [node.meta.get("val") for node in (operation.node, operation.twin) if node is not None]
     shapes = [tuple(value.shape) for value in values if isinstance(value, torch.Tensor)]
     return len(shapes) == 2 and sum(a != b for a, b in zip(*shapes, strict=True)) > 1
 
 
-def _noting_losses(one: RowOperation, found: Any) -> Any:
+def _noting_losses(operation: RowOperation, result: Any) -> Any:
     """What a rule has found, where it has dropped numbers that may count rows."""
-    if isinstance(found, tuple):
-        return tuple(_noting_losses(one, part) for part in found)
-    operands = [rows for _, rows in one.operands() if isinstance(rows, Rows)]
-    lost = any(rows.lost or (rows.maybe - {0} and not found.maybe) for rows in operands)
-    return attrs.evolve(found, lost=True) if lost else found
+    if isinstance(result, tuple):
+        return tuple(_noting_losses(operation, part) for part in result)
+    # Only rules that can say what a number does to the result keep `maybe`; the others give an
+    # empty one, and (x / len(x)).exp() must not pass for a function of the rows alone.
+    operands = [rows for _, rows in operation.operands() if isinstance(rows, Rows)]
+    lost = any(rows.lost or (rows.maybe - {0} and not result.maybe) for rows in operands)
+    return attrs.evolve(result, lost=True) if lost else result
 
 
-def _settled(node: fx.Node, found: Any) -> Known:
+def _settled(node: fx.Node, result: Any) -> Known:
     """Unknown where numbers in a value may count rows."""
-    if isinstance(found, Rows) and found.dim is None:
-        if found.lost or found.maybe - {0}:
+    if isinstance(result, Rows) and result.dim is None:
+        if result.lost or result.maybe - {0}:
             return Unknown(node, numbers=True)
-        if found.power not in (0, 1) or (found.power and found.counts):
+        # What grows with the square or the inverse of the number of rows is no sum and no mean of
+        # the microbatches' values; nor is a mean by a count of the batch's, times the rows.
+        if result.power not in (0, 1) or (result.power and result.counts):
             return Unknown(node)
-    return found
+    return result
 
 
 def ancestors(graph: fx.Graph, wanted: Sequence[fx.Node]) -> list[fx.Node]:
     """All that the wanted nodes are computed from, in order."""
-    found = set(wanted)
+    needed = set(wanted)
     for node in reversed(graph.nodes):
-        if node in found:
-            found.update(node.all_input_nodes)
-    return [node for node in graph.nodes if node in found]
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    return [node for node in graph.nodes if node in needed]
 
 
 def paired(

@@ -45,37 +45,46 @@ def derive_reductions(
     leaves sizes open, `fixed` gives that for its own sizes alone, which may be taken apart as
     `larger` is.
     """
-    told = loss_reduction != "auto" and not program.ports(Role.OUTPUT)
+    decided = loss_reduction != "auto" and not program.ports(Role.OUTPUT)
     plain = settled(program)
-    known = _told(plain, larger and _of_open_rows(program, larger), sample, told)
-    if plain is not program and fixed and any(isinstance(k, Unknown) for k in known.values()):
+    rows_of = _told(plain, larger and _of_open_rows(program, larger), sample, decided)
+    if (
+        plain is not program
+        and fixed
+        and any(isinstance(rows, Unknown) for rows in rows_of.values())
+    ):
+        # The program for twice the rows may be traced for fixed sizes, and then it has the form of
+        # one that is as well (`paired`); what that tells is said of the nodes of this one.
         other = fixed()
-        known = {
-            name: _moved(other, plain, one)
-            for name, one in _told(other, larger, sample, told).items()
+        rows_of = {
+            name: _moved(other, plain, rows)
+            for name, rows in _told(other, larger, sample, decided).items()
         }
-    known = {name: _in_program(program, one) for name, one in known.items()}
-    among = {node for one in known.values() if isinstance(one, Rows) for node in one.counts}
+    rows_of = {name: _in_program(program, rows) for name, rows in rows_of.items()}
+    among = {node for rows in rows_of.values() if isinstance(rows, Rows) for node in rows.counts}
     divided = [node for node in program.module.graph.nodes if node in among]  # alike on all ranks
     counts = {node: _count(program, node) for node in divided}
-    kept = [node for node, count in counts.items() if count]
+    countable = [node for node, count in counts.items() if count]
     ports, unknown = [], {}
     for port in program.outputs:
-        found = known.get(port.name)
+        rows = rows_of.get(port.name)
         if port.role == Role.LOSS and loss_reduction != "auto":
-            found, port = None, attrs.evolve(port, reduction=loss_reduction)
-        if isinstance(found, Rows):
-            without = [n for n in divided if n in found.counts and n not in kept]
-            found = Unknown(without[0]) if without else found
-        if isinstance(found, Rows):
-            port = _with_reduction(program, port, found, kept)
-        elif found is not None and port.batch_dim is None:
-            unknown[port.name] = str(found)
+            rows, port = None, attrs.evolve(port, reduction=loss_reduction)
+        if isinstance(rows, Rows):
+            # A mean is unknown all the same if its count needs more than the batch.
+            without = [n for n in divided if n in rows.counts and n not in countable]
+            rows = Unknown(without[0]) if without else rows
+        if isinstance(rows, Rows):
+            port = _with_reduction(program, port, rows, countable)
+        elif rows is not None and port.batch_dim is None:
+            unknown[port.name] = str(rows)
         if port.role == Role.LOSS and port.reduction in (None, "same"):
             port = attrs.evolve(port, reduction="mean")
         ports.append(port)
     made = tuple(count for count in counts.values() if count)
-    mixed = {n: str(one) for n, one in known.items() if isinstance(one, Unknown) and one.mixes}
+    mixed = {
+        n: str(rows) for n, rows in rows_of.items() if isinstance(rows, Unknown) and rows.mixes
+    }
     return attrs.evolve(program, outputs=tuple(ports), counts=made), unknown, mixed
 
 
@@ -102,6 +111,8 @@ def _sizes_of_rows(program: Program, times: int) -> dict[str, int]:
             rows.add(sizes.pop(port.batch_dim or 0))
         if port.role != Role.TANGENT:
             others.update(*(getattr(size, "free_symbols", ()) for size in sizes.values()))
+    # A size that other dimensions have as well (a square, a length equal to the rows) would grow
+    # in these too.
     captured = captured_sizes(program)
     counts = {name for name in captured if _torch.name_of_size(name) in rows - others}
     if not rows or len(counts) != len(rows):
@@ -113,34 +124,34 @@ def _told(
     program: Program,
     larger: Larger | None,
     sample: Callable[[], Sample] | None,
-    told: bool,
+    decided: bool,
 ) -> dict[str, Known]:
-    """What is known of every loss and output, if it was `told` how losses combine, too."""
-    if told:  # of one row the rules alone do not even know where it is
+    """What is known of every loss and output, also where it is `decided` how losses combine."""
+    if decided:  # of one row the rules alone do not even know where it is
         return _beside_larger(program, larger if _rows(program) == 1 else None, None)
     return derive(program, larger, sample)
 
 
-def _in_program(program: Program, known: Known) -> Known:
+def _in_program(program: Program, rows: Known) -> Known:
     """What is known of a settled program, of the nodes of the program itself."""
-    if not isinstance(known, Rows) or not known.counts:
-        return known
-    return attrs.evolve(known, counts=frozenset(program.node(n.name) for n in known.counts))
+    if not isinstance(rows, Rows) or not rows.counts:
+        return rows
+    return attrs.evolve(rows, counts=frozenset(program.node(n.name) for n in rows.counts))
 
 
-def _moved(fixed: Program, settled: Program, known: Known) -> Known:
+def _moved(fixed: Program, settled: Program, rows: Known) -> Known:
     """What is known of a result of a program, of the nodes of one that computes the same in perhaps
     another order. Raises ValueError if what a mean counts is not the same there."""
-    if not isinstance(known, Rows):
-        return known
+    if not isinstance(rows, Rows):
+        return rows
     names = {node.name for node in settled.module.graph.nodes}
-    for node in known.counts:
+    for node in rows.counts:
         there = settled.node(node.name) if node.name in names else None
         counts = _count(fixed, node), _count(settled, there) if there else None
         operations = [_operations(count) if count else [] for count in counts]
         if operations[0] != operations[1] or not operations[0]:
             raise ValueError(f"the count in {source_line(node)} is another one for other sizes")
-    return _in_program(settled, known)
+    return _in_program(settled, rows)
 
 
 def _operations(count: Count) -> list[str]:
@@ -160,7 +171,7 @@ def _operations(count: Count) -> list[str]:
             places[node] = len(places)
     return [
         f"{node.op} {node.target} "
-        f"{fx.node.map_arg((node.args, dict(node.kwargs)), lambda one: places[meant[one]])}"
+        f"{fx.node.map_arg((node.args, dict(node.kwargs)), lambda source: places[meant[source]])}"
         for node in places
     ]
 
@@ -170,12 +181,12 @@ def _of_all(node: fx.Node) -> fx.Node | None:
     aten = torch.ops.aten
     if node.target not in (aten.slice.Tensor, aten.slice_scatter.default):
         return None
-    given = bound(node)
-    first, last, step = (given[name] for name in ("start", "end", "step"))
+    arguments = bound(node)
+    first, last, step = (arguments[name] for name in ("start", "end", "step"))
     if first not in (0, None) or step != 1 or not (last is None or last == sys.maxsize):
         return None
-    found: fx.Node = node.args[0 if node.target is aten.slice.Tensor else 1]  # type: ignore[assignment]
-    return found
+    source: fx.Node = node.args[0 if node.target is aten.slice.Tensor else 1]  # type: ignore[assignment]
+    return source
 
 
 def derive(
@@ -185,11 +196,11 @@ def derive(
 ) -> dict[str, Known]:
     """What is known of every loss and output of a flat program, by port name; the arguments are as
     in `derive_reductions`."""
-    known = _beside_larger(program, larger, sample)
+    rows_of = _beside_larger(program, larger, sample)
     if larger is None or _rows(program) > 1:
-        return known
-    stuck = [name for name, one in known.items() if isinstance(one, Unknown)]
-    return {**known, **(_of_two_rows(larger, stuck) if stuck else {})}
+        return rows_of
+    stuck = [name for name, rows in rows_of.items() if isinstance(rows, Unknown)]
+    return {**rows_of, **(_of_two_rows(larger, stuck) if stuck else {})}
 
 
 def _of_two_rows(larger: Larger, names: Sequence[str]) -> dict[str, Known]:
@@ -201,9 +212,11 @@ def _of_two_rows(larger: Larger, names: Sequence[str]) -> dict[str, Known]:
 
     for gradients in (False, True):
         with suppress(Exception):  # a step that more rows break tells nothing
-            known = _beside_larger(larger(gradients, 2), more, None)
-            found = {name: known.get(name) for name in names}
-            return {n: one for n, one in found.items() if isinstance(one, Rows) and not one.counts}
+            rows_of = _beside_larger(larger(gradients, 2), more, None)
+            results = {name: rows_of.get(name) for name in names}
+            return {
+                n: rows for n, rows in results.items() if isinstance(rows, Rows) and not rows.counts
+            }
     return {}
 
 
@@ -211,10 +224,10 @@ def _beside_larger(
     program: Program, larger: Larger | None, sample: Callable[[], Sample] | None
 ) -> dict[str, Known]:
     """What the rules tell, with the program for twice the rows beside it where they need it."""
-    known = _derive(program)
-    stuck = [one for one in known.values() if isinstance(one, Unknown)]
-    if larger is None or not any(one.numbers or sample for one in stuck):
-        return known
+    rows_of = _derive(program)
+    stuck = [rows for rows in rows_of.values() if isinstance(rows, Unknown)]
+    if larger is None or not any(unknown.numbers or sample for unknown in stuck):
+        return rows_of
     twins: dict[fx.Node, fx.Node] = {}
     for gradients in (False, True):  # a forward alone is traced in a third of the time
         with suppress(Exception):  # a step that twice the rows break tells nothing
@@ -223,10 +236,10 @@ def _beside_larger(
         if twins:
             break
     else:
-        return known
-    known = _derive(program, twins)
-    if sample is None or not any(isinstance(one, Unknown) for one in known.values()):
-        return known
+        return rows_of
+    rows_of = _derive(program, twins)
+    if sample is None or not any(isinstance(rows, Unknown) for rows in rows_of.values()):
+        return rows_of
     seen = seen_rows((program, twice), (tuple(twins), tuple(twins.values())), sample())
     return _derive(program, twins, seen)
 
@@ -235,9 +248,9 @@ def _derive(program: Program, *more: Mapping[fx.Node, Any]) -> dict[str, Known]:
     """The same by the rules and what `follow` is given beside them."""
     graph, wanted = _wanted(program)
     inputs = {program.node(p.name): _given(p) for p in program.ports(Role.BATCH)}
-    found = follow(graph, inputs, wanted, _rows(program), *more)
+    rows_of = follow(graph, inputs, wanted, _rows(program), *more)
     names = [port.name for port in program.ports(Role.LOSS, Role.OUTPUT)]
-    return {name: found[node] for name, node in zip(names, wanted, strict=True)}
+    return {name: rows_of[node] for name, node in zip(names, wanted, strict=True)}
 
 
 def _rows(program: Program) -> int:
@@ -260,17 +273,19 @@ def _given(port: Port) -> Rows:
     return Rows(varies=True, dim=port.batch_dim or 0)
 
 
-def _with_reduction(program: Program, port: Port, found: Rows, counts: list[fx.Node]) -> Port:
-    if found.dim is not None:
-        whole = port.batch_dim is None and found.before == 1 and port.role == Role.OUTPUT
-        return attrs.evolve(port, batch_dim=found.dim) if whole else port
-    if found.power:
+def _with_reduction(program: Program, port: Port, rows: Rows, counts: list[fx.Node]) -> Port:
+    if rows.dim is not None:
+        whole = port.batch_dim is None and rows.before == 1 and port.role == Role.OUTPUT
+        return attrs.evolve(port, batch_dim=rows.dim) if whole else port
+    if rows.power:
         return attrs.evolve(port, reduction="sum")
-    if not found.varies:
+    if not rows.varies:
         same = not _changes(program, returned(program.module)[port.name])
         return attrs.evolve(port, reduction="same") if same else port
-    by = tuple(index for index, node in enumerate(counts) if node in found.counts)
-    weighted = len(by) == 1 and not found.plain
+    by = tuple(index for index, node in enumerate(counts) if node in rows.counts)
+    # Means by several counts, or by one beside a plain mean, have no weight in common: they are
+    # averaged, which holds where the counts are even.
+    weighted = len(by) == 1 and not rows.plain
     return attrs.evolve(port, reduction="weighted" if weighted else "mean", counts=by)
 
 
@@ -283,13 +298,15 @@ def _changes(program: Program, value: fx.Node) -> bool:
 
 def _count(program: Program, divided: fx.Node) -> Count | None:
     """By what a mean was divided, as a graph of the batch alone; None if it needs more."""
+    # A cross entropy counts the targets that are not ignored by itself, so here they are counted
+    # anew; anything else is divided by a node, which may have been kept from being zero.
     graph, classes = fx.Graph(), operation(divided).startswith("nll_loss")
-    given = bound(divided)
-    if classes and given["weight"] is not None:
+    arguments = bound(divided)
+    if classes and arguments["weight"] is not None:
         return None
-    target = given["target"] if classes else source_of(divided)
-    ignored = given["ignore_index"] if classes else None  # a size, perhaps
-    ends = [one for one in (target, ignored) if isinstance(one, fx.Node)]
+    target = arguments["target"] if classes else source_of(divided)
+    ignored = arguments["ignore_index"] if classes else None  # a size, perhaps
+    ends = [node for node in (target, ignored) if isinstance(node, fx.Node)]
     copies = _cone(program, ends, graph)
     if copies is None:
         return None

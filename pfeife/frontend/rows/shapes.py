@@ -20,7 +20,7 @@ from pfeife.frontend.rows.value import (
 )
 
 
-def reshaped(one: RowOperation) -> Rows:
+def reshaped(operation: RowOperation) -> Rows:
     """In row-major order the rows stay where they are, whatever the shape: `place` blocks, each
     with all rows one after the other.
 
@@ -28,157 +28,172 @@ def reshaped(one: RowOperation) -> Rows:
         [8][6]            dimension 0 has 2 times the rows (`before`) times 1
         [2][12][2]        dimension 1 has 1 times the rows times 3
     """
-    (source, rows), *_ = one.operands()
+    (source, rows), *_ = operation.operands()
     if rows.dim is None:
         return rows
-    shape, new = shape_of(source), one.shape
+    shape, new = shape_of(source), operation.shape
     place = math.prod(shape[: rows.dim]) * rows.before
     possible = [
         (dim, place // before)
         for dim in range(len(new))
         for before in [math.prod(new[:dim])]
-        if place % before == 0 and before * new[dim] % (place * one.rows) == 0
+        if place % before == 0 and before * new[dim] % (place * operation.rows) == 0
     ]
     if not possible:
         raise Stuck
     same = [(d, b) for d, b in possible if new[d] == shape[rows.dim]]
-    if one.rows == 1 and len(possible) > 1:  # a dimension of 1 may be that of the row, or not
-        same = _grown(one, possible)
+    if operation.rows == 1 and len(possible) > 1:  # a dimension of 1 may be that of the row, or not
+        same = _grown(operation, possible)
     dim, before = (same or possible)[0]
     return attrs.evolve(rows, dim=dim, before=before)
 
 
-def _grown(one: RowOperation, possible: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def _grown(operation: RowOperation, possible: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Those of the possible dimensions that are larger for twice the rows."""
-    if one.twin is None:
+    if operation.twin is None:
         raise Stuck(numbers=True)
-    twice = attrs.evolve(one, node=one.twin).shape
-    return [(dim, before) for dim, before in possible if twice[dim] != one.shape[dim]]
+    twice = attrs.evolve(operation, node=operation.twin).shape
+    return [(dim, before) for dim, before in possible if twice[dim] != operation.shape[dim]]
 
 
 def moved(order: Callable[[RowOperation, int], Sequence[int]]) -> Rule:
-    def rule(one: RowOperation) -> Rows:
-        (source, rows), *_ = one.operands()
+    """The rule of an operation that puts dimensions in another order."""
+
+    def rule(operation: RowOperation) -> Rows:
+        (source, rows), *_ = operation.operands()
         if rows.dim is None:
             return rows
-        places = list(order(one, len(shape_of(source))))
+        places = list(order(operation, len(shape_of(source))))
         return attrs.evolve(rows, dim=places.index(rows.dim))
 
     return rule
 
 
-def permuted(one: RowOperation, rank: int) -> Sequence[int]:
-    return [d % rank for d in one.arguments["dims"]]
+def permuted(operation: RowOperation, rank: int) -> Sequence[int]:
+    """The order of the dimensions after a permute."""
+    return [d % rank for d in operation.arguments["dims"]]
 
 
-def transposed(one: RowOperation, rank: int) -> Sequence[int]:
+def transposed(operation: RowOperation, rank: int) -> Sequence[int]:
+    """The order of the dimensions after a transpose, t included."""
     order = list(range(rank))
-    if one.name == "t":
+    if operation.name == "t":
         return order[::-1]
-    a, b = one.arguments["dim0"] % rank, one.arguments["dim1"] % rank
+    a, b = operation.arguments["dim0"] % rank, operation.arguments["dim1"] % rank
     order[a], order[b] = order[b], order[a]
     return order
 
 
-def unsqueezed(one: RowOperation) -> Rows:
-    (_, rows), *_ = one.operands()
+def unsqueezed(operation: RowOperation) -> Rows:
+    """Rows beside a new dimension of size 1."""
+    (_, rows), *_ = operation.operands()
     if rows.dim is None:
         return rows
-    new = one.arguments["dim"] % len(one.shape)
+    new = operation.arguments["dim"] % len(operation.shape)
     return attrs.evolve(rows, dim=rows.dim + (new <= rows.dim))
 
 
-def squeezed(one: RowOperation) -> Rows:
-    (source, rows), *_ = one.operands()
+def squeezed(operation: RowOperation) -> Rows:
+    """Rows without dimensions of size 1, of which theirs may not be one."""
+    (source, rows), *_ = operation.operands()
     if rows.dim is None:
         return rows
     shape = shape_of(source)
-    gone = {d for d in dims_of(one, len(shape)) if shape[d] == 1}
+    gone = {d for d in dims_of(operation, len(shape)) if shape[d] == 1}
     if rows.dim in gone:
         raise Stuck
     return attrs.evolve(rows, dim=rows.dim - sum(d < rows.dim for d in gone))
 
 
-def expanded(one: RowOperation) -> Rows:
-    (source, rows), *_ = one.operands()
+def expanded(operation: RowOperation) -> Rows:
+    """expand and repeat along other dimensions than that of the rows."""
+    (source, rows), *_ = operation.operands()
     if rows.dim is None:
-        return attrs.evolve(rows, maybe=rows.maybe | _new_sizes(one, shape_of(source)))
-    dim = rows.dim + len(one.shape) - len(shape_of(source))
-    if one.shape[dim] != shape_of(source)[rows.dim]:
+        return attrs.evolve(rows, maybe=rows.maybe | _new_sizes(operation, shape_of(source)))
+    dim = rows.dim + len(operation.shape) - len(shape_of(source))
+    if operation.shape[dim] != shape_of(source)[rows.dim]:
         raise Stuck
-    return attrs.evolve(rows, dim=dim, maybe=rows.maybe | _new_sizes(one, shape_of(source)))
+    return attrs.evolve(rows, dim=dim, maybe=rows.maybe | _new_sizes(operation, shape_of(source)))
 
 
-def _new_sizes(one: RowOperation, before: Sequence[int]) -> frozenset[int]:
+def _new_sizes(operation: RowOperation, before: Sequence[int]) -> frozenset[int]:
     """What the sizes that an expansion makes may count."""
-    old = (1,) * (len(one.shape) - len(before)) + tuple(before)
-    twice = shape_of(one.twin) if one.twin else (0,) * len(one.shape)
+    old = (1,) * (len(operation.shape) - len(before)) + tuple(before)
+    # A size that is the same for twice the rows counts none of them; without a twin all may.
+    twice = shape_of(operation.twin) if operation.twin else (0,) * len(operation.shape)
     grown = [
         new
-        for new, size, more in zip(one.shape, old, twice, strict=True)
+        for new, size, more in zip(operation.shape, old, twice, strict=True)
         if new not in (size, more)
     ]
-    return sizes(grown, one.rows)
+    return sizes(grown, operation.rows)
 
 
-def picked(one: RowOperation) -> Rows:
+def picked(operation: RowOperation) -> Rows:
     """A slice or an item of a dimension that is not that of the rows, or the whole of it."""
-    (source, rows), *_ = one.operands()
+    (source, rows), *_ = operation.operands()
     if rows.dim is None:
         return rows
     shape = shape_of(source)
-    dim = one.arguments["dim"] % len(shape)
+    dim = operation.arguments["dim"] % len(shape)
     if dim == rows.dim:
-        if one.name == "slice" and one.shape[dim] == shape[dim]:
+        if operation.name == "slice" and operation.shape[dim] == shape[dim]:
             return rows
         raise Stuck
-    gone = one.name in ("select", "unbind")
+    gone = operation.name in ("select", "unbind")
     return attrs.evolve(rows, dim=rows.dim - (gone and dim < rows.dim))
 
 
-def joined(one: RowOperation) -> Rows:
+def joined(operation: RowOperation) -> Rows:
     """cat and stack in another dimension than that of the rows."""
-    operands = [(n, r) for n, r in one.operands() if math.prod(shape_of(n))]
+    operands = [(n, r) for n, r in operation.operands() if math.prod(shape_of(n))]
     moving = [rows for _, rows in operands if moves(rows)]
     if not moving:
-        return fixed(one)
-    dim = one.arguments["dim"] % len(one.shape)
+        return fixed(operation)
+    dim = operation.arguments["dim"] % len(operation.shape)
     places = {(rows.dim, rows.before, rows.power) for rows in moving}
+    # A sum beside what is the same in every microbatch is neither a sum nor a mean. Rows may stand
+    # beside it, since they are joined.
     alone = moving[0].dim is None or moving[0].power != 0
     if len(places) != 1 or (alone and len(moving) != len(operands)):
         raise Stuck
-    found = moving[0]
+    first = moving[0]
     maybe = frozenset().union(*(rows.maybe for _, rows in operands))
-    if found.dim is None:
+    if first.dim is None:
         counts = frozenset().union(*(rows.counts for rows in moving))
         return attrs.evolve(
-            found, maybe=maybe, counts=counts, plain=any(rows.plain for rows in moving)
+            first, maybe=maybe, counts=counts, plain=any(rows.plain for rows in moving)
         )
-    if one.name == "stack":
-        return attrs.evolve(found, maybe=maybe, dim=found.dim + (dim <= found.dim))
-    if dim == found.dim:
+    if operation.name == "stack":
+        return attrs.evolve(first, maybe=maybe, dim=first.dim + (dim <= first.dim))
+    if dim == first.dim:
         raise Stuck
-    return attrs.evolve(found, maybe=maybe)
+    return attrs.evolve(first, maybe=maybe)
 
 
-def padded(one: RowOperation) -> Rows:
-    (_, rows), *_ = one.operands()
-    if rows.dim is None or (rows.power and one.arguments["value"]):
+def padded(operation: RowOperation) -> Rows:
+    """constant_pad_nd of other dimensions than that of the rows."""
+    (_, rows), *_ = operation.operands()
+    if rows.dim is None or (rows.power and operation.arguments["value"]):
         raise Stuck
-    at = 2 * (len(one.shape) - 1 - rows.dim)
-    if any(one.arguments["pad"][at : at + 2]):
+    # `pad` has two numbers for each dimension and begins with the last one.
+    at = 2 * (len(operation.shape) - 1 - rows.dim)
+    if any(operation.arguments["pad"][at : at + 2]):
         raise Stuck
     return rows
 
 
-def written(one: RowOperation) -> Rows:
+def written(operation: RowOperation) -> Rows:
     """slice_scatter, select_scatter: a part of a tensor, in another dimension than that of the
     rows, with other values."""
-    base, part = one.of("self"), one.of("src")
-    if one.name == "slice_scatter" and shape_of(one.arguments["src"]) == one.shape:
+    base, part = operation.of("self"), operation.of("src")
+    if (
+        operation.name == "slice_scatter"
+        and shape_of(operation.arguments["src"]) == operation.shape
+    ):
         return part  # nothing is left of the tensor
-    dim = one.arguments["dim"] % len(one.shape)
-    if part.dim is not None and one.name == "select_scatter":
+    dim = operation.arguments["dim"] % len(operation.shape)
+    if part.dim is not None and operation.name == "select_scatter":
         part = attrs.evolve(part, dim=part.dim + (dim <= part.dim))
     places = {(rows.dim, rows.before, rows.power) for rows in (base, part) if moves(rows)}
     if len(places) != 1:
@@ -189,87 +204,98 @@ def written(one: RowOperation) -> Rows:
     return Rows(True, place, before, power, base.maybe | part.maybe)
 
 
-def copied(one: RowOperation) -> Rows:
+def copied(operation: RowOperation) -> Rows:
     """A tensor's values replaced by another's."""
-    rows = one.of("src")
-    if moves(rows) and shape_of(one.arguments["src"]) != one.shape:
+    rows = operation.of("src")
+    if moves(rows) and shape_of(operation.arguments["src"]) != operation.shape:
         raise Stuck
     return rows
 
 
-def like(one: RowOperation) -> Rows:
+def like(operation: RowOperation) -> Rows:
     """A new tensor as large as another: as many rows."""
-    (_, rows), *_ = one.operands()
+    (_, rows), *_ = operation.operands()
     if rows.dim is None:
         return FIXED
     return attrs.evolve(rows, power=0, maybe=frozenset())
 
 
-def drawn(one: RowOperation) -> Rows:
+def drawn(operation: RowOperation) -> Rows:
     """Random numbers, as many as a tensor has, of a distribution with the same figures in every
     microbatch."""
     names = ("from", "to", "mean", "std", "lambd")
-    figures = [one.number(name) for name in names if name in one.arguments]
+    figures = [operation.number(name) for name in names if name in operation.arguments]
     if any(moves(figure) for figure in figures):
         raise Stuck
-    return attrs.evolve(like(one), maybe=frozenset().union(*(one.maybe for one in figures)))
+    return attrs.evolve(
+        like(operation), maybe=frozenset().union(*(figure.maybe for figure in figures))
+    )
 
 
-def looked_up(one: RowOperation) -> Rows:
+def looked_up(operation: RowOperation) -> Rows:
     """embedding: a table, and indices that have rows."""
-    table, indices = one.of("weight"), one.of("indices")
+    table, indices = operation.of("weight"), operation.of("indices")
     if moves(table) or indices.dim is None or indices.power:
         raise Stuck
     return attrs.evolve(indices, maybe=table.maybe)
 
 
-def gathered(one: RowOperation) -> Rows:
+def gathered(operation: RowOperation) -> Rows:
     """gather and scatter along another dimension than that of the rows."""
-    moving = [rows for _, rows in one.operands() if moves(rows)]
+    moving = [rows for _, rows in operation.operands() if moves(rows)]
     if len({(rows.dim, rows.before, rows.power) for rows in moving}) != 1:
         raise Stuck
-    if moving[0].dim is None or one.arguments["dim"] % len(one.shape) == moving[0].dim:
+    if moving[0].dim is None or operation.arguments["dim"] % len(operation.shape) == moving[0].dim:
         raise Stuck
-    maybe = frozenset().union(*(rows.maybe for _, rows in one.operands()))
+    maybe = frozenset().union(*(rows.maybe for _, rows in operation.operands()))
     return Rows(True, moving[0].dim, moving[0].before, moving[0].power, maybe)
 
 
-def indexed(one: RowOperation) -> Rows:
+def indexed(operation: RowOperation) -> Rows:
     """x[i, j]: indices into a table, into other dimensions, or row by row (x[arange(rows), i])."""
-    table, indices = one.of("self"), one.arguments["indices"]
-    given = [(at, i) for at, i in enumerate(indices) if i is not None]
-    places = [at for at, _ in given]
-    if not given or places != list(range(places[0], places[0] + len(places))):
+    table, indices = operation.of("self"), operation.arguments["indices"]
+    pairs = [(at, index) for at, index in enumerate(indices) if index is not None]
+    places = [at for at, _ in pairs]
+    # Where indices are not side by side (x[i, :, j]), torch puts what they pick in front.
+    if not pairs or places != list(range(places[0], places[0] + len(places))):
         raise Stuck
-    width = max(len(shape_of(i)) for _, i in given)
-    found = {
-        (one.known[i].dim + width - len(shape_of(i)), one.known[i].before)
-        for _, i in given
-        if one.known[i].dim is not None
+    width = max(len(shape_of(index)) for _, index in pairs)
+    row_places = {
+        (operation.known[index].dim + width - len(shape_of(index)), operation.known[index].before)
+        for _, index in pairs
+        if operation.known[index].dim is not None
     }
-    if any(one.known[i].varies and one.known[i].dim is None for _, i in given) or len(found) > 1:
+    if (
+        any(
+            operation.known[index].varies and operation.known[index].dim is None
+            for _, index in pairs
+        )
+        or len(row_places) > 1
+    ):
         raise Stuck
-    if table.dim is None and not table.varies and found:
-        ((dim, before),) = found
+    if table.dim is None and not table.varies and row_places:
+        ((dim, before),) = row_places
         return Rows(True, places[0] + dim, before, table.power, table.maybe)
     if table.dim is None or table.before != 1 or table.power:
         raise Stuck
     if table.dim in places:
-        return _row_by_row(one, table, given, found, width)
-    if found:
+        return _row_by_row(operation, table, pairs, row_places, width)
+    if row_places:
         raise Stuck
     dim = table.dim + (width - len(places) if places[0] < table.dim else 0)
     return Rows(True, dim, maybe=table.maybe)
 
 
-def _row_by_row(one: RowOperation, table: Rows, given: list, found: set, width: int) -> Rows:
+def _row_by_row(
+    operation: RowOperation, table: Rows, pairs: list, row_places: set, width: int
+) -> Rows:
     """The index of the rows' dimension counts the rows, so that row stays with row."""
-    index = dict(given)[table.dim]
+    index = dict(pairs)[table.dim]
     shape = shape_of(index)
-    places = [at + width - len(shape) for at, size in enumerate(shape) if size == one.rows]
-    if not _counts_rows(index, one.rows) or table.dim is None or not places:
+    places = [at + width - len(shape) for at, size in enumerate(shape) if size == operation.rows]
+    if not _counts_rows(index, operation.rows) or table.dim is None or not places:
         raise Stuck
-    if table.dim != given[0][0] or found - {(places[0], 1)}:
+    if table.dim != pairs[0][0] or row_places - {(places[0], 1)}:
         raise Stuck
     return Rows(True, table.dim + places[0], maybe=table.maybe)
 
@@ -280,5 +306,5 @@ def _counts_rows(index: fx.Node, rows: int) -> bool:
         return False
     while operation(index) in ("view", "unsqueeze", "reshape", "_to_copy", "clone", "permute"):
         index = index.args[0]  # type: ignore[assignment]
-    given = bound(index)
-    return operation(index) == "arange" and (given.get("start") or 0, given["end"]) == (0, rows)
+    values = bound(index)
+    return operation(index) == "arange" and (values.get("start") or 0, values["end"]) == (0, rows)

@@ -8,34 +8,38 @@ from pfeife.frontend.rows import elements, layers, shapes
 from pfeife.frontend.rows.value import RowOperation, Rule, Stuck, moves
 
 
-def rule_of(one: RowOperation) -> Rule:
+def rule_of(operation: RowOperation) -> Rule:
     """The rule of an operation. Raises Stuck if there is none."""
-    if one.node.op == "get_attr":
+    if operation.node.op == "get_attr":
         return elements.constant
-    if one.name == "getitem":
+    if operation.name == "getitem":
         return _item
-    operands = one.operands()
+    operands = operation.operands()
     if not operands:
         return elements.made
-    if one.name not in ARITHMETIC and not any(moves(rows) for _, rows in operands):
+    # No rows in, no rows out, whatever the function. Arithmetic still has its rules: in
+    # `weight / len(x)` a number counts rows, which `fixed` does not look at.
+    if operation.name not in ARITHMETIC and not any(moves(rows) for _, rows in operands):
         return elements.fixed
-    if "reduction" in one.arguments:
+    if "reduction" in operation.arguments:
         return layers.loss
-    if one.name in RULES:
-        return RULES[one.name]
-    if torch.Tag.pointwise in getattr(_target(one), "tags", ()):
+    if operation.name in RULES:
+        return RULES[operation.name]
+    if torch.Tag.pointwise in getattr(_target(operation), "tags", ()):
         return elements.pointwise
     raise Stuck
 
 
-def _target(one: RowOperation) -> Any:
-    return one.node.target if hasattr(one.node.target, "tags") else one.node.args[0]
+def _target(operation: RowOperation) -> Any:
+    return (
+        operation.node.target if hasattr(operation.node.target, "tags") else operation.node.args[0]
+    )
 
 
-def _item(one: RowOperation) -> Any:
-    source, index = one.node.args
-    found = one.known[source]  # type: ignore[index]
-    return found[index] if isinstance(found, tuple) else found  # type: ignore[index]
+def _item(operation: RowOperation) -> Any:
+    source, index = operation.node.args
+    rows = operation.known[source]  # type: ignore[index]
+    return rows[index] if isinstance(rows, tuple) else rows  # type: ignore[index]
 
 
 def _table(names: str, rule: Rule) -> dict[str, Rule]:

@@ -81,10 +81,12 @@ class RowOperation:
 
     @property
     def name(self) -> str:
+        """What it is called, without its overload."""
         return operation(self.node)
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The shape of its result, or of the first of several. Raises Stuck for no tensor."""
         value = self.node.meta["val"]
         first = value[0] if isinstance(value, tuple | list) else value
         if not isinstance(first, torch.Tensor):
@@ -93,14 +95,14 @@ class RowOperation:
 
     def operands(self) -> list[tuple[fx.Node, Rows]]:
         """The tensors that it reads."""
-        found: list[fx.Node] = []
-        fx.node.map_arg(tuple(self.arguments.values()), found.append)
-        return [(node, self.known[node]) for node in found]
+        nodes: list[fx.Node] = []
+        fx.node.map_arg(tuple(self.arguments.values()), nodes.append)
+        return [(node, self.known[node]) for node in nodes]
 
     def of(self, name: str) -> Rows:
         """What is known of an operand: a tensor, or a number."""
-        given = self.arguments[name]
-        return self.known[given] if isinstance(given, fx.Node) else self.number(name)
+        argument = self.arguments[name]
+        return self.known[argument] if isinstance(argument, fx.Node) else self.number(name)
 
     def number(self, name: str) -> Rows:
         """A number is fixed, or counts rows: the twin has the one for twice the rows."""
@@ -114,13 +116,13 @@ class RowOperation:
 
 def counting(value: float, rows: int) -> frozenset[int]:
     """The powers of the rows that a number may have: 1 for a multiple, -1 for one's inverse."""
-    found = set()
+    powers = set()
     if value and math.isfinite(value):
         for power, size in ((1, value), (-1, 1 / value)):
             multiple = round(size / rows)
             if multiple and math.isclose(size, multiple * rows, rel_tol=1e-6):
-                found.add(power)
-    return frozenset(found)
+                powers.add(power)
+    return frozenset(powers)
 
 
 def growth(value: float, twice: float) -> int:
@@ -136,31 +138,32 @@ def bound(node: fx.Node) -> dict[str, Any]:
     target: Any = node.target
     args: Sequence[Any] = node.args
     if target is seeded:
-        target, args = args[0], args[3:]
+        target, args = args[0], args[3:]  # without its index and its seed
     if not hasattr(target, "_schema"):
         return {str(index): value for index, value in enumerate(args)}
-    found = {}
+    arguments = {}
     for index, argument in enumerate(target._schema.arguments):
-        given = args[index] if index < len(args) else node.kwargs.get(argument.name)
+        value = args[index] if index < len(args) else node.kwargs.get(argument.name)
         default = argument.default_value if argument.has_default_value() else None
-        found[argument.name] = default if given is None else given
-    return found
+        arguments[argument.name] = default if value is None else value
+    return arguments
 
 
 def source_of(node: fx.Node) -> fx.Node:
     """A count without what keeps it from being zero: clamp(min=1), + 1e-8."""
     while operation(node) in ("clamp", "clamp_min", "add", "maximum", "_to_copy"):
-        given = bound(node)
-        low = given.get("min", given.get("other", 0))
+        arguments = bound(node)
+        low = arguments.get("min", arguments.get("other", 0))
         if operation(node) != "_to_copy" and not (isinstance(low, int | float) and 0 < low <= 1):
             break
-        if given.get("max") is not None or (operation(node) == "add" and low > 1e-3):
+        if arguments.get("max") is not None or (operation(node) == "add" and low > 1e-3):
             break
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """The shape of what a node computes. Raises Stuck for no tensor."""
     value = value_of(node)
     if value is None:
         raise Stuck
@@ -168,6 +171,7 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
 
 
 def moves(rows: Any) -> bool:
+    """Whether a value may differ from microbatch to microbatch, or grow with the rows."""
     return not isinstance(rows, Rows) or rows.varies or rows.dim is not None or rows.power != 0
 
 

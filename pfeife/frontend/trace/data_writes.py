@@ -21,22 +21,23 @@ from pfeife.ir.nodes import source_line
 
 class DataWrites(torch.overrides.TorchFunctionMode):
     """Makes copies of such writes while a step runs. Raises ValueError for those that give away the
-    memory of one of the `known` tensors or of those `given` by the caller, change a shape or dtype,
-    or write to what may be a part of another tensor: all that is given may."""
+    memory of one of the step's `state` or of the caller's `arguments`, change a shape or dtype, or
+    write to what may be a part of another tensor: every argument may."""
 
-    def __init__(self, known: Iterable[torch.Tensor] = (), given: Sequence[torch.Tensor] = ()):
+    def __init__(self, state: Iterable[torch.Tensor] = (), arguments: Sequence[torch.Tensor] = ()):
         super().__init__()
-        self.given = given
-        self.storages = {_storage(one) for one in (*known, *given)}
+        self.given = arguments
+        self.storages = {_storage(tensor) for tensor in (*state, *arguments)}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         if func != torch.Tensor.data.__set__:  # type: ignore[attr-defined]
             return func(*args, **(kwargs or {}))
+        # Without tensors to compare with, the writes were checked in an earlier run.
         if self.storages:
             target, value = args
-            if any(target is one for one in self.given):
+            if any(target is argument for argument in self.given):
                 raise _of_a_part(calling_line())
             _check(target, value, self.storages, calling_line())
         return _written(*args)
@@ -58,12 +59,12 @@ _GRADIENTS = {getattr(torch.Tensor.grad, name) for name in ("__get__", "__set__"
 
 class OwnGradients(torch.overrides.TorchFunctionMode):
     """Refuses what a step reads and sets of gradients (`zero_grad()`), but for those of tensors
-    that it has made: the trace has none, and would leave them as they are. `known` are the tensors
+    that it has made: the trace has none, and would leave them as they are. `tensors` are those
     of others; if the step runs on fake tensors, so are all that are real. Raises OwnBackward."""
 
-    def __init__(self, known: Iterable[torch.Tensor], fake: bool):
+    def __init__(self, tensors: Iterable[torch.Tensor], fake: bool):
         super().__init__()
-        self.known, self.fake = {id(one): one for one in known}, fake
+        self.known, self.fake = {id(tensor): tensor for tensor in tensors}, fake
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -92,16 +93,20 @@ def check_writes(module: fx.GraphModule) -> None:
     for node in module.graph.nodes:
         if _torch.sets_data(node.target, node.args):
             target, value = node.args
-            others = [one for other, one in values.items() if other is not target]
-            storages = {_storage(one) for one in others if isinstance(one, torch.Tensor)}
+            others = [
+                example for placeholder, example in values.items() if placeholder is not target
+            ]
+            storages = {
+                _storage(example) for example in others if isinstance(example, torch.Tensor)
+            }
             examples = target.meta["example_value"], value.meta["example_value"]
             _check(*examples, storages, source_line(node))
 
 
-def check_given(module: fx.GraphModule, given: Collection[fx.Node]) -> None:
+def check_given(module: fx.GraphModule, placeholders: Collection[fx.Node]) -> None:
     """Raises ValueError where Dynamo's graph sets the data of what the caller has given."""
     for node in module.graph.nodes:
-        if _torch.sets_data(node.target, node.args) and node.args[0] in given:
+        if _torch.sets_data(node.target, node.args) and node.args[0] in placeholders:
             raise _of_a_part(source_line(node))
 
 

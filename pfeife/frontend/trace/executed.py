@@ -86,9 +86,9 @@ class Executed:
     def names(self) -> frozenset[str]:
         """The names of the code and in it, and the texts, which can be names too; and those in what
         it calls, such as `scheduler.get_last_lr()`."""
-        found = {name for code, _ in self.codes.values() for name in _names_and_texts(code)}
-        found |= {code.co_name for code, _ in self.codes.values()}
-        return frozenset(found.union(*(code.co_names for code in self.callees.values())))
+        names = {name for code, _ in self.codes.values() for name in _names_and_texts(code)}
+        names |= {code.co_name for code, _ in self.codes.values()}
+        return frozenset(names.union(*(code.co_names for code in self.callees.values())))
 
     @property
     def reads_all(self) -> bool:
@@ -99,10 +99,10 @@ class Executed:
         """The globals of the code, and the names that it looks up there."""
         names: dict[int, set[str]] = {}
         for code, space in self.codes.values():
-            known = names.setdefault(id(space), set())
-            known.update(global_names(code))
+            looked_up = names.setdefault(id(space), set())
+            looked_up.update(global_names(code))
             if "globals" in code.co_names:
-                known.update(_names_and_texts(code))
+                looked_up.update(_names_and_texts(code))
         spaces = {id(space): space for _, space in self.codes.values()}
         return ((space, frozenset(names[at])) for at, space in spaces.items())
 
@@ -119,9 +119,13 @@ class Executed:
         """The line of the code in which the last of some names stands, "" if there is none."""
         for word in reversed(words):
             for code, _ in self.codes.values():
-                for one in dis.get_instructions(code):
-                    if one.argval == word and one.positions and one.positions.lineno:
-                        return place(code, one.positions.lineno)
+                for instruction in dis.get_instructions(code):
+                    if (
+                        instruction.argval == word
+                        and instruction.positions
+                        and instruction.positions.lineno
+                    ):
+                        return place(code, instruction.positions.lineno)
         return ""
 
     def has_run(self, other: "Executed") -> bool:
@@ -166,6 +170,7 @@ def _hearing(executed: Executed) -> Callable[[FrameType, str, Any], None]:
     def hear(frame: FrameType, event: str, called: Any) -> None:
         if event == "call":
             code = frame.f_code
+            # This is run for every call: torch's inner code, which is most of it, leaves first.
             if id(code) in inner:
                 return
             path = code.co_filename
@@ -174,6 +179,7 @@ def _hearing(executed: Executed) -> Callable[[FrameType, str, Any], None]:
                 return
             if id(code) not in codes and not _is_standard(path) and not _is_library(path):
                 codes[id(code)] = code, frame.f_globals
+            # Of libraries as well: `scheduler.get_last_lr()` reads attributes for the step.
             if id(code) not in callees and frame.f_back and id(frame.f_back.f_code) in codes:
                 callees[id(code)] = code
             if code is _READ_VARIABLE:
@@ -183,6 +189,7 @@ def _hearing(executed: Executed) -> Callable[[FrameType, str, Any], None]:
             elif path.endswith(_READING_FILES) and _users_frame(frame):
                 executed.readers.add(path)
         elif event == "c_call":
+            # The name is looked at before the rest, since nearly all calls of C end here.
             by_user = id(frame.f_code) in codes
             if by_user or called.__name__ in _READING:
                 what = _what_is_asked(called, by_user)
@@ -246,18 +253,22 @@ def global_names(code: CodeType) -> Iterator[str]:
     """The names of globals that code looks up, that of functions inside of it as well: not those of
     attributes."""
     if code.co_names:
-        looked = (one for one in dis.get_instructions(code) if one.opname in _GLOBAL)
-        yield from (str(one.argval) for one in looked)
-    for one in code.co_consts:
-        if isinstance(one, CodeType):
-            yield from global_names(one)
+        lookups = (
+            instruction
+            for instruction in dis.get_instructions(code)
+            if instruction.opname in _GLOBAL
+        )
+        yield from (str(instruction.argval) for instruction in lookups)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from global_names(constant)
 
 
 def _names_and_texts(code: CodeType) -> Iterator[str]:
     yield from code.co_names
-    for one in code.co_consts:  # tuples have the names of what is imported or matched
-        several = one if isinstance(one, tuple | frozenset) else (one,)
-        yield from (text for text in several if isinstance(text, str))
+    for constant in code.co_consts:  # tuples have the names of what is imported or matched
+        entries = constant if isinstance(constant, tuple | frozenset) else (constant,)
+        yield from (text for text in entries if isinstance(text, str))
 
 
 @functools.lru_cache(4096)
@@ -267,27 +278,33 @@ def _computes_names(code: CodeType) -> bool:
         return True
     if not {*_BY_NAME} & {*code.co_names}:
         return False
-    steps = [one for one in dis.get_instructions(code) if one.opname != "CACHE"]
-    starts = [at for at, o in enumerate(steps) if o.opname in _READ_GLOBAL and o.argval in _BY_NAME]
-    return not all(_names_a_constant(steps[at:]) for at in starts)
+    instructions = [
+        instruction for instruction in dis.get_instructions(code) if instruction.opname != "CACHE"
+    ]
+    starts = [
+        at
+        for at, instruction in enumerate(instructions)
+        if instruction.opname in _READ_GLOBAL and instruction.argval in _BY_NAME
+    ]
+    return not all(_names_a_constant(instructions[at:]) for at in starts)
 
 
-def _names_a_constant(steps: list[dis.Instruction]) -> bool:
+def _names_a_constant(instructions: list[dis.Instruction]) -> bool:
     """Whether `getattr`, which the first instruction loads, is called with a constant name.
 
     getattr    value    "name"    (default)    CALL       more on the stack: 1 .. 3 or 4, 1
     """
     depth, pushed = 0, list[dis.Instruction]()
-    for one in steps:
-        depth += dis.stack_effect(one.opcode, one.arg, jump=False)
-        if one.opname in ("CALL", "CALL_FUNCTION") and depth <= 1:
-            back = 1 if one.arg == 2 else 2
+    for instruction in instructions:
+        depth += dis.stack_effect(instruction.opcode, instruction.arg, jump=False)
+        if instruction.opname in ("CALL", "CALL_FUNCTION") and depth <= 1:
+            back = 1 if instruction.arg == 2 else 2
             return (
                 depth == 1
                 and len(pushed) > back
                 and isinstance(pushed[-back].argval, str)
                 and (pushed[-back].opname.startswith("LOAD_CONST"))
             )
-        if one.opname not in ("PRECALL", "NOP", "KW_NAMES", "EXTENDED_ARG", "PUSH_NULL"):
-            pushed.append(one)
+        if instruction.opname not in ("PRECALL", "NOP", "KW_NAMES", "EXTENDED_ARG", "PUSH_NULL"):
+            pushed.append(instruction)
     return False

@@ -59,22 +59,22 @@ class Seen(_torch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))  # which may run code of the user's
 
     def _note(self, func: Any, args: tuple, kwargs: dict | None) -> None:
-        said: list[str] = []
-        for one in pytree.tree_leaves((args, kwargs)):
-            if isinstance(one, torch.Tensor):
-                known = self.fake if isinstance(one, _torch.FakeTensor) else self.real
-                known[id(one)] = one
-            elif isinstance(one, torch.Generator):
+        texts: list[str] = []
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor):
+                tensors = self.fake if isinstance(leaf, _torch.FakeTensor) else self.real
+                tensors[id(leaf)] = leaf
+            elif isinstance(leaf, torch.Generator):
                 raise ValueError(
                     "the step draws from a generator of its own: its microbatches would not get "
                     "the numbers that they get in eager; draw from torch's default generator"
                 )
-            elif isinstance(one, torch.SymInt):  # a second run may know it as a number
-                said.append(repr(_torch.size_now(one)))
-            elif isinstance(one, SIMPLE):
-                said.append(repr(one))
+            elif isinstance(leaf, torch.SymInt):  # a second run may know it as a number
+                texts.append(repr(_torch.size_now(leaf)))
+            elif isinstance(leaf, SIMPLE):
+                texts.append(repr(leaf))
         if getattr(func, "namespace", "") != "prim":  # questions for devices, which come and go
-            self.operations.append((str(func), *said))
+            self.operations.append((str(func), *texts))
 
 
 class Resizing(torch.overrides.TorchFunctionMode):
@@ -95,21 +95,23 @@ def stand_ins(
     places: Places, mode: _torch.FakeTensorMode, device: torch.device | None = None
 ) -> dict[Slot, torch.Tensor]:
     """Fake tensors for those that a step reaches, one for each, on `device` for meta tensors."""
-    found: dict[int, torch.Tensor] = {}
+    fakes: dict[int, torch.Tensor] = {}
     values = {}
     for slot in places.slots:
-        one = slot.get()
-        plain = type(one) in (torch.Tensor, nn.Parameter, nn.Buffer, _torch.FakeTensor)
-        if plain and one.layout == torch.strided and slot.is_open:
-            if id(one) not in found:
-                found[id(one)] = fake_like(mode, one, device=device)
-            values[slot] = found[id(one)]
+        tensor = slot.get()
+        plain = type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer, _torch.FakeTensor)
+        if plain and tensor.layout == torch.strided and slot.is_open:
+            if id(tensor) not in fakes:
+                fakes[id(tensor)] = fake_like(mode, tensor, device=device)
+            values[slot] = fakes[id(tensor)]
     return values
 
 
 def check_alike(first: FakeRun, second: FakeRun) -> None:
     """Raises ValueError unless both runs did the same, on the same tensors."""
-    lost = next((one for at, one in second.real.items() if at in first.real), None)
+    # What the step makes anew is another tensor in each run (the first run's are alive, so that no
+    # identity comes twice): one that both have met was there before, and nobody has found it.
+    lost = next((tensor for at, tensor in second.real.items() if at in first.real), None)
     if lost is not None:
         grad = " that requires gradients" if lost.requires_grad else ""
         raise ValueError(
@@ -117,15 +119,15 @@ def check_alike(first: FakeRun, second: FakeRun) -> None:
             "variable that Pfeife finds: pass it as an argument, or make it a buffer or a "
             "parameter of a module"
         )
-    constants, again = list(first.real.values()), list(second.real.values())
-    same = len(constants) == len(again) and all(
-        one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
-        for one, other in zip(constants, again, strict=True)
+    constants, repeated = list(first.real.values()), list(second.real.values())
+    same = len(constants) == len(repeated) and all(
+        left.shape == right.shape and left.dtype == right.dtype and torch.equal(left, right)
+        for left, right in zip(constants, repeated, strict=True)
     )
     pairs = zip(first.operations, second.operations, strict=False)
-    other = next((pair for pair in pairs if pair[0] != pair[1]), None)
-    if not same or other or len(first.operations) != len(second.operations):
-        what = f": {' '.join(other[0])}, then {' '.join(other[1])}" if other else ""
+    difference = next((pair for pair in pairs if pair[0] != pair[1]), None)
+    if not same or difference or len(first.operations) != len(second.operations):
+        what = f": {' '.join(difference[0])}, then {' '.join(difference[1])}" if difference else ""
         raise ValueError(
             f"the step does something else when it runs a second time on the same data{what}; what "
             "it depends on (the time, a counter, a file) would be frozen"

@@ -100,6 +100,7 @@ class Guard:
         if not self.values and not self.part.container:  # as most dicts of hooks
             return ""
         keys, values = self.part.look()
+        # At every call for every part: nearly always nothing has changed, and identity is cheap.
         if _are_same(keys, self.keys) and _are_same(values, self.values):
             return ""
         keys, values = _without_ours((keys, values))
@@ -148,11 +149,13 @@ class Steering:
         while not self._getters <= self._names:  # the first walk finds getters, if there are any
             self._names |= self._getters
             self.parts: list[Part] = []
+            # Not into `sys.modules`, from where all modules are reached.
             self._known: dict[int, Any] = {id(sys.modules): sys.modules}
             self._walk_all(step, arguments)
 
     def guards(self, free: Collection[Slot] = ()) -> tuple[Guard, ...]:
         """Guards all that may change, but for some slots."""
+        # A tuple stays as it is; whatever can change inside of one is a part by itself.
         changing = (part for part in self.parts if not isinstance(part.container, tuple))
         return tuple(Guard.of(part, free) for part in changing)
 
@@ -211,8 +214,10 @@ class Steering:
             elif tell is None and not is_from(type(value), LIBRARIES):  # such as a proxy of a dict
                 yield Part(tuple(gc.get_referents(value)), words)
             if isinstance(value, _CACHED):  # more entries do no harm to those that there are
-                caches = (one for one in gc.get_referents(value) if isinstance(one, dict))
-                yield from (Part(one, words, frozenset(one)) for one in caches)
+                caches = (
+                    referent for referent in gc.get_referents(value) if isinstance(referent, dict)
+                )
+                yield from (Part(cache, words, frozenset(cache)) for cache in caches)
 
     def _of_space(self, space: type | types.ModuleType, words: tuple[str, ...]) -> Iterator[Part]:
         """The entries of a class or a module that have names in the code; of torch's those without

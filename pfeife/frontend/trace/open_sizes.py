@@ -28,14 +28,14 @@ def open_places(
     if dynamic is False:
         return {}
     names: dict[tuple[int, ...], str] = {}
-    found = {}
+    name_at = {}
     for at, leaf in enumerate(call.leaves):
         marked = _torch.open_dims(leaf.first)
         for dim, size in enumerate(leaf.first.shape):
-            sizes = (*(one[at][dim] for one in before), size)
+            sizes = (*(shapes[at][dim] for shapes in before), size)
             if size > 1 and (dynamic or dim in marked or len(set(sizes)) > 1):
-                found[at, dim] = names.setdefault(sizes, f"size_{len(names)}")
-    return found
+                name_at[at, dim] = names.setdefault(sizes, f"size_{len(names)}")
+    return name_at
 
 
 @attrs.frozen(eq=False)
@@ -60,7 +60,7 @@ class OpenSizes:
             shape, strides = (_torch.sizes_at(numbers, sizes) for numbers in layout)
             if (shape, strides) != (tuple(leaf.first.shape), leaf.first.stride()):
                 return f"the shape or the strides of {leaf.name}"
-        limit = next((one for one in self.limits if not _torch.holds(one, sizes)), None)
+        limit = next((limit for limit in self.limits if not _torch.holds(limit, sizes)), None)
         return "" if limit is None else f"the sizes {sizes}, for which {limit} was assumed"
 
 
@@ -70,14 +70,15 @@ class Opening:
     def __init__(self, mode: Any, call: Arguments, places: Mapping[Place, str]):
         self.call = call
         self.shapes = tuple(tuple(leaf.first.shape) for leaf in call.leaves)
+        # Reversed, so that of several places with one name the first counts.
         self.places = {name: place for place, name in reversed([*places.items()])}
         self.symbols = {
             name: _torch.new_size(mode, number, self.shapes[at][dim])
             for number, (name, (at, dim)) in enumerate(sorted(self.places.items()))
         }
         self.names = {
-            _torch.symbol_named(one): _torch.name_of_size(name)
-            for name, one in self.symbols.items()
+            _torch.symbol_named(size): _torch.name_of_size(name)
+            for name, size in self.symbols.items()
         }
         self.layouts = [
             self._layout(leaf.first, {d: name for (a, d), name in places.items() if a == at})
@@ -87,12 +88,14 @@ class Opening:
     @property
     def known(self) -> dict[Any, tuple[Any, int]]:
         """The open sizes by their symbols, and what they are now."""
-        pairs = ((one, self.places[name]) for name, one in self.symbols.items())
-        return {_torch.symbol_named(one): (one, self.shapes[at][dim]) for one, (at, dim) in pairs}
+        pairs = ((size, self.places[name]) for name, size in self.symbols.items())
+        return {
+            _torch.symbol_named(size): (size, self.shapes[at][dim]) for size, (at, dim) in pairs
+        }
 
     def fixed(self) -> list[str]:
         """The names of those sizes that a run has taken for certain numbers."""
-        return [name for name, one in self.symbols.items() if _torch.is_fixed(one)]
+        return [name for name, size in self.symbols.items() if _torch.is_fixed(size)]
 
     def _layout(self, first: torch.Tensor, names: Mapping[int, str]) -> tuple[list, list]:
         """The shape and the strides of a tensor: those of rows that lie one behind another are
@@ -102,6 +105,8 @@ class Opening:
             shape[dim] = self.symbols[name]
         strides: list[Any] = [*first.stride()]
         dense, open_ = 1, 1
+        # From the innermost dimension on: where the tensor is dense, a stride is the product of the
+        # sizes inside of it, and grows with those that are open. Other strides stay numbers.
         for dim in sorted(range(first.dim()), key=lambda d: (first.stride(d), first.shape[d])):
             if first.stride(dim) == dense:
                 strides[dim] = open_

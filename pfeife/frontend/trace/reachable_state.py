@@ -48,6 +48,7 @@ class Slot:
 
     @property
     def name(self) -> str:
+        """Its words with dots between them, "step" for the step itself."""
         return ".".join(self.words) or "step"
 
     @property
@@ -56,6 +57,7 @@ class Slot:
         return isinstance(self.container, dict | list | types.CellType)
 
     def get(self) -> Any:
+        """What is there now, NOTHING if there is no such entry any more."""
         try:
             if isinstance(self.container, types.CellType):
                 return self.container.cell_contents
@@ -68,6 +70,7 @@ class Slot:
             return NOTHING
 
     def put(self, value: Any) -> None:
+        """Puts a value there; NOTHING takes the entry out of a dict or list."""
         if isinstance(self.container, types.CellType):
             self.container.cell_contents = value
         elif not isinstance(self.container, dict | list):
@@ -92,7 +95,8 @@ class Part:
         if isinstance(container, dict) and names is None:  # perhaps of a class with its own ways
             return list(dict.keys(container)), list(dict.values(container))
         if isinstance(container, list | tuple | collections.deque):
-            kind: Any = next(one for one in type(container).__mro__ if one in _ROWS)
+            # The methods of list or tuple itself, as a class of the user's may have its own.
+            kind: Any = next(base for base in type(container).__mro__ if base in _ROWS)
             return range(kind.__len__(container)), list(kind.__iter__(container))
         assert names is not None
         if isinstance(container, dict | types.MappingProxyType):
@@ -103,6 +107,7 @@ class Part:
         return [key for key, _ in there], [value for _, value in there]
 
     def slot(self, key: Any) -> Slot:
+        """The slot of one of its keys."""
         unsaid = key in _UNSAID or not isinstance(key, str | int)
         return Slot(self.container, key, self.words if unsaid else (*self.words, str(key)))
 
@@ -129,7 +134,8 @@ class Places:
         return {slot: value for part in self.parts for slot, value in part.slots()}
 
     def lists(self) -> list[list[Any]]:
-        return [one.container for one in self.parts if isinstance(one.container, list)]
+        """All lists that the step reaches."""
+        return [part.container for part in self.parts if isinstance(part.container, list)]
 
     def _walk(self, value: Any, words: tuple[str, ...], root: nn.Module | None) -> None:
         if (
@@ -183,10 +189,13 @@ def _parts(value: Any, words: tuple[str, ...]) -> Iterator[Part]:
         yield Part(vars(value), words)
         for kind in type(value).__mro__:
             if not is_from(kind, STANDARD | LIBRARIES):
+                # Methods may read tensors that are globals of their file.
                 methods = [
-                    one for one in vars(kind).values() if isinstance(one, types.FunctionType)
+                    method
+                    for method in vars(kind).values()
+                    if isinstance(method, types.FunctionType)
                 ]
-                yield from (Part({"__func__": one}, words) for one in methods)
+                yield from (Part({"__func__": method}, words) for method in methods)
 
 
 def held(value: Any, words: tuple[str, ...]) -> Iterator[Part]:
@@ -238,7 +247,7 @@ class StateGuard:
 
     def __enter__(self) -> "StateGuard":
         self.before = self.places.now()
-        self.lists = [(one, list(one)) for one in self.places.lists()]
+        self.lists = [(container, list(container)) for container in self.places.lists()]
         for slot, value in self.values.items():
             slot.put(value)
         return self
@@ -247,29 +256,30 @@ class StateGuard:
         after = self.places.now()
         for slot in {**self.before, **after}:
             was, new = self.before.get(slot, NOTHING), after.get(slot, NOTHING)
-            given = self.values.get(slot, was)
-            if new is not given and not is_equal(new, given):
+            initial = self.values.get(slot, was)
+            if new is not initial and not is_equal(new, initial):
                 self.changes.append(Change(slot, was, new))
+            # Lists are put back as a whole, below: what a run inserts there moves what is behind.
             if new is not was and not isinstance(slot.container, list):
                 slot.put(was)
         for container, entries in self.lists:
             container[:] = entries
 
 
-def is_equal(one: Any, other: Any) -> bool:
+def is_equal(left: Any, right: Any) -> bool:
     """Whether two values steer a step alike: simple ones, numpy's as well, and lists, tuples and
     sets of them, by their values."""
-    if one is other:
+    if left is right:
         return True
-    if type(one) is not type(other):
+    if type(left) is not type(right):
         return False
-    if type(one) in (list, tuple):
-        return len(one) == len(other) and all(map(is_equal, one, other))
-    if type(one).__module__ == "numpy" and not hasattr(one, "__setitem__"):
-        return bool(one.tobytes() == other.tobytes())
-    if isinstance(one, float | complex):  # 0.0 is not -0.0, NaN is NaN
-        return repr(one) == repr(other)
-    return isinstance(one, (*SIMPLE, frozenset)) and bool(one == other)
+    if type(left) in (list, tuple):
+        return len(left) == len(right) and all(map(is_equal, left, right))
+    if type(left).__module__ == "numpy" and not hasattr(left, "__setitem__"):
+        return bool(left.tobytes() == right.tobytes())
+    if isinstance(left, float | complex):  # 0.0 is not -0.0, NaN is NaN
+        return repr(left) == repr(right)
+    return isinstance(left, (*SIMPLE, frozenset)) and bool(left == right)
 
 
 def short(value: Any) -> str:

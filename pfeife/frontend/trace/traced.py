@@ -56,8 +56,9 @@ class Traced:
     @property
     def premises(self) -> tuple[Assumption, ...]:
         """All that `broken` looks at, and the answers."""
-        found = [
-            Assumption("answer", f"{one.line} asks and gets {one.value}") for one in self.answers
+        assumptions = [
+            Assumption("answer", f"{answer.line} asks and gets {answer.value}")
+            for answer in self.answers
         ]
         pairs = zip(self.inputs.arguments, self.reads, strict=True)
         for argument, (read, *_) in pairs:
@@ -68,17 +69,21 @@ class Traced:
             layout = f"{like.dtype} {list(shape)} with strides {list(strides)}"
             grad = ", with gradients" if like.requires_grad else ""
             what = f"{argument.names[0]} is {layout} on {like.device}{grad}"
-            found.append(Assumption("tensor", what.replace("torch.", "")))
+            assumptions.append(Assumption("tensor", what.replace("torch.", "")))
         for guard in self.guards:
             for key, value in zip(guard.keys, guard.values, strict=True):
                 if isinstance(value, SIMPLE):
-                    found.append(Assumption("value", f"{guard.part.slot(key).name} is {value!r}"))
+                    assumptions.append(
+                        Assumption("value", f"{guard.part.slot(key).name} is {value!r}")
+                    )
         count = sum(len(guard.values) for guard in self.guards)
-        found.append(
+        assumptions.append(
             Assumption("contents", f"{len(self.guards)} objects have the same {count} entries")
         )
-        found.append(Assumption("call", "its arguments are built alike, its modes are the same"))
-        return tuple(found)
+        assumptions.append(
+            Assumption("call", "its arguments are built alike, its modes are the same")
+        )
+        return tuple(assumptions)
 
     def broken(self, call: Arguments) -> str:
         """What does not hold any more for a call, "" if all does."""
@@ -92,7 +97,7 @@ class Traced:
             return changed
         for argument, read in zip(self.inputs.arguments, self.reads, strict=True):
             example = argument.example
-            values = [one.get() for one in read if isinstance(one, Slot)]
+            values = [slot.get() for slot in read if isinstance(slot, Slot)]
             if any(value is not values[0] for value in values) or not all(
                 isinstance(value, torch.Tensor)
                 and (_layout(value), _kind(value)) == (_layout(example), _kind(example))
@@ -103,9 +108,9 @@ class Traced:
 
     def values(self, leaves: Sequence[Leaf]) -> list[torch.Tensor]:
         """The arguments of a call with the whole batch."""
-        found = {leaf.name: leaf.whole for leaf in leaves}
+        batches = {leaf.name: leaf.whole for leaf in leaves}
         return [
-            read[0].get() if isinstance(read[0], Slot) else found[read[0].name]
+            read[0].get() if isinstance(read[0], Slot) else batches[read[0].name]
             for read in self.reads
         ]
 
@@ -127,7 +132,9 @@ class Traced:
         """What the step returns, of the results of a call; writes what the step keeps."""
         for index, slot in self.kept.items():
             slot.put(results[index])
-        memo: dict[int, Any] = {id(one): one for one in self.modules}
+        # For an object in its memo a deep copy takes what stands there: the results in place of the
+        # trace's fake tensors, and the modules themselves.
+        memo: dict[int, Any] = {id(module): module for module in self.modules}
         pairs = zip(self.forward.results, results, strict=True)
         memo |= {id(example): result for example, result in pairs}
         return copy.deepcopy(self.made, memo)
@@ -137,13 +144,14 @@ def kind_of(call: Arguments) -> tuple:
     """All about a call that a trace depends on, but for sizes and for what the step reaches by
     itself."""
     first = [leaf.first for leaf in call.leaves]
-    types = sorted({one.device.type for one in first if not one.is_meta} | {"cpu"})
-    at = [id(one) for one in first]
+    device_types = sorted({tensor.device.type for tensor in first if not tensor.is_meta} | {"cpu"})
+    # By the first leaf of the same tensor: one that is given twice has another trace than two.
+    ids = [id(tensor) for tensor in first]
     return (
         pytree.tree_structure((call.args, call.kwargs)),
         tuple(
-            (leaf.name, leaf.dim, one.dim(), _kind(one), at.index(id(one)))
-            for leaf, one in zip(call.leaves, first, strict=True)
+            (leaf.name, leaf.dim, tensor.dim(), _kind(tensor), ids.index(id(tensor)))
+            for leaf, tensor in zip(call.leaves, first, strict=True)
         ),
         tuple(
             (name, value) if isinstance(value, SIMPLE) else (name, id(value))
@@ -151,7 +159,10 @@ def kind_of(call: Arguments) -> tuple:
         ),
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        *((torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in types),
+        *(
+            (torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
+            for device_type in device_types
+        ),
         torch.get_default_dtype(),
         torch.get_default_device(),
         torch.are_deterministic_algorithms_enabled(),
@@ -186,4 +197,4 @@ class _Copying(torch.overrides.TorchFunctionMode):
 def check_rebuilt(made: Any, results: Sequence[torch.Tensor]) -> None:
     """Raises ValueError unless what the step returns can be made anew of other tensors."""
     with _Copying():
-        copy.deepcopy(made, {id(one): None for one in results})
+        copy.deepcopy(made, {id(tensor): None for tensor in results})

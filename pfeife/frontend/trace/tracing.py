@@ -71,6 +71,7 @@ def traced(
     """
     make, refused = partial(_Tracer, step, call, device), ""
     kernels = True
+    # Every round gives something up (kernels, the sizes that a step fixes, all sizes), so it ends.
     while places:
         try:
             return _told(partial(make, places, kernels), warm)
@@ -83,8 +84,8 @@ def traced(
             places, refused = {}, str(error)
     if refused:
         log.debug("a trace for each size, since there is none for all: %s", refused)
-    found = _told(partial(make, {}, False), warm)
-    return attrs.evolve(found, sizes=attrs.evolve(found.sizes, refused=refused))
+    trace = _told(partial(make, {}, False), warm)
+    return attrs.evolve(trace, sizes=attrs.evolve(trace.sizes, refused=refused))
 
 
 def _told(make: Callable[..., "_Tracer"], warm: Warm | None) -> Traced:
@@ -129,10 +130,10 @@ class _Tracer:
         device: torch.device | None,
         places: Mapping[Place, str],
         kernels: bool,
-        told: Told,
-        known: Known | None = None,
+        context: Told,
+        data_values: Known | None = None,
     ):
-        self.step, self.call, self.told, self.known = step, call, told, known or Known()
+        self.step, self.call, self.told, self.known = step, call, context, data_values or Known()
         self.places = Places(step, call.others)
         # Not where data decide sizes: what torch then checks of both has no flag.
         self.kernels = kernels and not self.known.noted
@@ -155,11 +156,14 @@ class _Tracer:
         layouts = list(map(_layout, self.batch))
         try:
             with torchs_generators() as states, watching() as moved:
-                found = self._on_fakes()
-                seeded = any(not torch.equal(one.get_state(), state) for one, state in states)
+                fake_run = self._on_fakes()
+                seeded = any(
+                    not torch.equal(generator.get_state(), state) for generator, state in states
+                )
         except Exception as error:
             raise plain_reason(error) from error
         if moved:
+            # Once more, only to find the line that draws.
             with torchs_generators(), watching():
                 raise refusal(drawing_line(self._on_fakes, moved))
         if layouts != list(map(_layout, self.batch)):
@@ -177,50 +181,61 @@ class _Tracer:
                 "the step seeds torch's default generator, or draws from it for tensors that do "
                 "not depend on its arguments: seed outside of the step"
             )
-        if any(one.is_leaf and one.grad is not None for one in self.values.values()):
+        if any(tensor.is_leaf and tensor.grad is not None for tensor in self.values.values()):
             raise OwnBackward("")
-        hooked = next((slot for slot, one in self.values.items() if _torch.hooks_of(one)), None)
+        hooked = next(
+            (slot for slot, tensor in self.values.items() if _torch.hooks_of(tensor)), None
+        )
         if hooked is not None:
             raise ValueError(
                 f"the step puts a hook on {hooked.name}, one more whenever it runs: do that once, "
                 "outside of the step"
             )
         fixed = self.opening.fixed()
-        if self.kernels and found.of_data:
+        if self.kernels and fake_run.of_data:
             raise _OfData
         if fixed:
             raise _Fixed(fixed)
-        return found
+        return fake_run
 
     def _on_fakes(self) -> FakeRun:
-        seen, held, executed = Seen(), StateGuard(self.places, self.values), Executed()
-        symbols, told = _torch.forgetting_symbols(self.mode), self._answering()
+        seen, guard, executed = Seen(), StateGuard(self.places, self.values), Executed()
+        symbols, answering = _torch.forgetting_symbols(self.mode), self._answering()
         writes = DataWrites(self.values.values(), self.batch)
         gradients = OwnGradients(self.values.values(), fake=True)
         numbers, quiet = _torch.numbers_for_kernels(), _torch.quiet_fakes()
         # As in AOTAutograd: some of torch's kernels in C++ (pad, interpolate) ask for sizes.
         kernels = _torch.python_kernels() if self.kernels else Resizing()
-        run = (
-            held,
+        # The last mode sees operations first: `answering`, then `seen`, then the fake tensors'.
+        contexts = (
+            guard,
             self.mode,
             kernels,
             symbols,
             seen,
             self.told(),
-            told,
+            answering,
             writes,
             gradients,
             numbers,
             quiet,
         )
         with ExitStack() as stack:
-            for one in run:
-                stack.enter_context(one)
+            for context in contexts:
+                stack.enter_context(context)
             with noting(executed):
                 result = self._called(self.batch)
-        changes = tuple(held.changes)
-        known = seen.real, seen.fake, seen.operations
-        return FakeRun(*known, result, changes, executed, told.flags, told.answers, told.of_data)
+        changes = tuple(guard.changes)
+        observed = seen.real, seen.fake, seen.operations
+        return FakeRun(
+            *observed,
+            result,
+            changes,
+            executed,
+            answering.flags,
+            answering.answers,
+            answering.of_data,
+        )
 
     def _answering(self) -> Answering:
         return Answering(self.mode, self.known, self.opening.known)
@@ -242,38 +257,40 @@ class _Tracer:
         """Runs the first microbatch in eager and keeps what that leaves behind, but for values of
         tensors and the state of the generator. Raises ValueError if a second run, from what the
         first one leaves, has other results: the trace is of later runs."""
-        given = (leaf.first for leaf in self.call.leaves)  # of the caller's own memory
-        tensors = {id(one): one for one in (*(slot.get() for slot in self.values), *given)}.values()
+        arguments = (leaf.first for leaf in self.call.leaves)  # of the caller's own memory
+        tensors = {
+            id(tensor): tensor for tensor in (*(slot.get() for slot in self.values), *arguments)
+        }.values()
         check_values(tensors, "the step asks for values, or is another one at its first call")
         noting = Noting()
-        first, held = self._eager(tensors, noting)
-        for change in held.changes:
+        first, guard = self._eager(tensors, noting)
+        for change in guard.changes:
             if change.slot not in self.values and not isinstance(change.slot.container, list):
                 change.slot.put(change.after)
-        left = [value for _, value in tensors_in([change.after for change in held.changes])]
+        left = [value for _, value in tensors_in([change.after for change in guard.changes])]
         second, _ = self._eager([*tensors, *left], nullcontext())
         results = (dict(tensors_in(result)) for result in (first, second))
-        if not all(map(alike, *(found.values() for found in results))):
-            names = sorted({change.slot.name for change in held.changes})
+        if not all(map(alike, *(by_path.values() for by_path in results))):
+            names = sorted({change.slot.name for change in guard.changes})
             raise ValueError(
                 f"the step computes something else in its first run, which sets {names}, than in "
                 "later ones: run it once before it is compiled"
             )
-        return Warm(frozenset(change.slot for change in held.changes), noting.noted)
+        return Warm(frozenset(change.slot for change in guard.changes), noting.noted)
 
     def _eager(
         self, tensors: Collection[torch.Tensor], noting: AbstractContextManager[Any]
     ) -> tuple[Any, StateGuard]:
         """The results of the first microbatch in eager, and what has changed meanwhile in the
         slots, which are put back, as are the values of the tensors."""
-        held, gradients = StateGuard(self.places, {}), OwnGradients(tensors, fake=False)
+        guard, gradients = StateGuard(self.places, {}), OwnGradients(tensors, fake=False)
         states, moved = torchs_generators(), watching()
         try:
-            with values_kept(tensors), held, states, moved, self.told(), gradients, noting:
+            with values_kept(tensors), guard, states, moved, self.told(), gradients, noting:
                 result = self._called([leaf.first.detach() for leaf in self.call.leaves])
         except Exception as error:
             raise plain_reason(error) from error
-        return result, held
+        return result, guard
 
     def traced(self, first: FakeRun, warm: Warm | None = None, is_first: bool = True) -> Traced:
         """The step's forward, after a run, which perhaps `is_first`."""
@@ -293,9 +310,9 @@ class _Tracer:
             return self.traced(second, warm, is_first=False)
         # Other changes come from what stood in the slots, as where a module checks its weights.
         left = warm.left if warm else ()
-        kept = kept_slots([change for change in second.changes if change.slot in left])
+        slots = kept_slots([change for change in second.changes if change.slot in left])
         after = {change.slot: change.after for change in second.changes}
-        found = list(tensors_in(second.result))
+        returned = list(tensors_in(second.result))
         numbers = (torch.SymInt, torch.SymFloat, torch.SymBool)
         if next(tensors_in(second.result, kind=numbers), None) is not None:
             sizes = "a size of its arguments, or " if self.opening.places else ""
@@ -303,21 +320,27 @@ class _Tracer:
                 f"the step returns {sizes}a number that it reads from a tensor, as `.item()` does: "
                 "return the tensor, and read it outside"
             )
-        results = list({id(one): one for _, one in found}.values())
+        # First what the step returns, then what it leaves in slots, then the flags: in this order
+        # `_forward` gives them.
+        results = list({id(tensor): tensor for _, tensor in returned}.values())
         check_rebuilt(second.result, results)
-        index = {id(one): at for at, one in enumerate(results)}
-        leaves = tuple(Result(path, index[id(one)]) for path, one in found)
-        written = {len(results) + i: slot for i, slot in enumerate(kept)}
-        results += [after[slot] for slot in kept]
+        index = {id(tensor): at for at, tensor in enumerate(results)}
+        leaves = tuple(Result(path, index[id(tensor)]) for path, tensor in returned)
+        written = {len(results) + i: slot for i, slot in enumerate(slots)}
+        results += [after[slot] for slot in slots]
         flags = range(len(results), len(results) + len(second.flags))
         results += second.flags
-        known, reads = self._arguments(second.fake)
+        raw_arguments, reads = self._arguments(second.fake)
         taken: set[str] = set()
-        arguments = [attrs.evolve(one, name=port_name(one.name, taken)) for one in known]
-        examples = tuple(one.example for one in arguments)
-        run = self._forward(reads, leaves, kept, second.answers)
-        changing = {slot for read in reads for slot in read if isinstance(slot, Slot)} | {*kept}
-        made = Traced(
+        arguments = [
+            attrs.evolve(argument, name=port_name(argument.name, taken))
+            for argument in raw_arguments
+        ]
+        examples = tuple(argument.example for argument in arguments)
+        run = self._forward(reads, leaves, slots, second.answers)
+        # Not guarded: what a trace takes as an argument, or writes itself.
+        changing = {slot for read in reads for slot in read if isinstance(slot, Slot)} | {*slots}
+        trace = Traced(
             Forward(run, examples, tuple(results), leaves, tuple(a.line for a in second.answers)),
             self._inputs(arguments, reads, written, tuple(flags)),
             tuple(reads),
@@ -330,15 +353,15 @@ class _Tracer:
             tuple(m for root in self.places.roots.values() for m in root.modules()),
             warm,
         )
-        return attrs.evolve(made, inputs=attrs.evolve(made.inputs, premises=made.premises))
+        return attrs.evolve(trace, inputs=attrs.evolve(trace.inputs, premises=trace.premises))
 
     def _arguments(self, used: Mapping[int, torch.Tensor]) -> tuple[list[Argument], list[Read]]:
         """What the step reads, each tensor once: of the call, and what it finds by itself."""
-        found: dict[int, tuple[Argument, Read]] = {}
+        call_arguments: dict[int, tuple[Argument, Read]] = {}
         for position, (leaf, fake) in enumerate(zip(self.call.leaves, self.batch, strict=True)):
-            if id(fake) in used and id(fake) not in found:
+            if id(fake) in used and id(fake) not in call_arguments:
                 role = Role.CONSTANT if leaf.dim is None else Role.BATCH
-                found[id(fake)] = (
+                call_arguments[id(fake)] = (
                     Argument(leaf.name, role, (leaf.name,), fake, leaf.dim, position, given=True),
                     (leaf,),
                 )
@@ -347,8 +370,8 @@ class _Tracer:
             slots.setdefault(id(fake), []).append(slot)
         state = [tuple(slots[at]) for at in used if at in slots]
         return (
-            [*(one for one, _ in found.values()), *self._state(state)],
-            [*(read for _, read in found.values()), *state],
+            [*(argument for argument, _ in call_arguments.values()), *self._state(state)],
+            [*(read for _, read in call_arguments.values()), *state],
         )
 
     def _state(self, state: Sequence[Sequence[Slot]]) -> Iterator[Argument]:
@@ -361,92 +384,101 @@ class _Tracer:
                 names[at] = (*names.get(at, ()), *(prefix + name for name in several))
         modules = [module for outer in roots.values() for module in outer.modules()]
         buffers = {id(module._buffers) for module in modules}
-        inside = {id(one._parameters) for one in modules} | buffers
+        inside = {id(module._parameters) for module in modules} | buffers
         for slots in state:
-            one = slots[0].get()
+            tensor = slots[0].get()
             if slots[0].words[0] in self.call.others and id(slots[0].container) not in inside:
                 raise ValueError(
                     f"{slots[0].name} is a tensor inside of an argument that Pfeife does not look "
                     "into, so it cannot be cut into microbatches: pass tensors, or lists, tuples, "
                     "dicts, mappings or dataclasses of them"
                 )
-            if isinstance(one, nn.Parameter):
+            if isinstance(tensor, nn.Parameter):
                 role = Role.PARAMETER
             elif any(id(slot.container) in buffers for slot in slots):
                 role = Role.BUFFER
             else:
                 role = Role.CONSTANT
-            called = names.get(id(one), (slots[0].name,))
-            yield Argument(called[0], role, called, self.values[slots[0]])
+            tensor_names = names.get(id(tensor), (slots[0].name,))
+            yield Argument(tensor_names[0], role, tensor_names, self.values[slots[0]])
 
-    def _used(self, tensors: Collection[int]) -> dict[str, nn.Module]:
+    def _used(self, ids: Collection[int]) -> dict[str, nn.Module]:
         """The outermost modules that have some of these tensors, given by identity."""
         return {
             root: outer
             for root, outer in self.places.roots.items()
-            if any(id(one) in tensors for one in (*outer.parameters(), *outer.buffers()))
+            if any(id(tensor) in ids for tensor in (*outer.parameters(), *outer.buffers()))
         }
 
     def _inputs(
         self,
         arguments: list[Argument],
         reads: Sequence[Read],
-        kept: Mapping[int, Slot],
+        slots: Mapping[int, Slot],
         flags: tuple[int, ...],
     ) -> Inputs:
-        roots = self._used({id(one.get()) for r in reads for one in r if isinstance(one, Slot)})
+        roots = self._used(
+            {id(slot.get()) for read in reads for slot in read if isinstance(slot, Slot)}
+        )
         replaces = {
             index: tuple(at for at, read in enumerate(reads) if slot in read)
-            for index, slot in kept.items()
+            for index, slot in slots.items()
         }
         return Inputs(
             arguments,
             {f"@{root}": root for root in roots},
             weakref.WeakSet(roots.values()),
-            {index: Kept(slot.name, replaces[index]) for index, slot in kept.items()},
+            {index: Kept(slot.name, replaces[index]) for index, slot in slots.items()},
             moved={},
             numbers={},
             flags=flags,
         )
 
     @contextmanager
-    def _as_traced(self, told: Answering) -> Iterator[None]:
+    def _as_traced(self, answering: Answering) -> Iterator[None]:
         """While AOTAutograd runs the step, as it ran on fake tensors."""
-        with self.told(), lines_noted(self.paths), told, DataWrites():
+        with self.told(), lines_noted(self.paths), answering, DataWrites():
             yield
 
     def _forward(
         self,
         reads: Sequence[Read],
         leaves: Sequence[Result],
-        kept: Sequence[Slot],
+        slots: Sequence[Slot],
         answers: Sequence[ValueGuard],
     ) -> Callable[..., list[torch.Tensor]]:
         """Runs the step on values of its arguments, once more than where it was given `answers`.
         (Eager needs none.)"""
 
         def run(*values: Any) -> list[torch.Tensor]:
-            pairs = [(one, v) for r, v in zip(reads, values, strict=True) for one in r]
-            given = {one: value for one, value in pairs if isinstance(one, Slot)}
-            firsts = {id(one.first): value for one, value in pairs if isinstance(one, Leaf)}
+            pairs = [
+                (source, value)
+                for read, value in zip(reads, values, strict=True)
+                for source in read
+            ]
+            slot_values = {slot: value for slot, value in pairs if isinstance(slot, Slot)}
+            # One tensor may be several leaves of the call, of which `reads` has the first alone.
+            firsts = {id(leaf.first): value for leaf, value in pairs if isinstance(leaf, Leaf)}
             batch = [firsts.get(id(leaf.first), leaf.first) for leaf in self.call.leaves]
-            held, told = StateGuard(self.places, given), self._answering()
+            guard, answering = StateGuard(self.places, slot_values), self._answering()
             traced = fx.traceback.has_preserved_node_meta()
             try:
-                with held, self._as_traced(told) if traced else nullcontext():
+                with guard, self._as_traced(answering) if traced else nullcontext():
                     result = self._called(batch, traced)
             except Exception as error:
                 if not traced:  # eager's own
                     raise
                 raise plain_reason(error) from error
-            found = list(tensors_in(result))
-            after = {change.slot: change.after for change in held.changes}
-            same = [path for path, _ in found] == [leaf.path for leaf in leaves]
-            if not same or any(slot not in after for slot in kept):
+            returned = list(tensors_in(result))
+            after = {change.slot: change.after for change in guard.changes}
+            same = [path for path, _ in returned] == [leaf.path for leaf in leaves]
+            if not same or any(slot not in after for slot in slots):
                 raise ValueError("the step returns something else in a second run")
-            distinct = {leaf.index: one for leaf, (_, one) in zip(leaves, found, strict=True)}
+            distinct = {
+                leaf.index: tensor for leaf, (_, tensor) in zip(leaves, returned, strict=True)
+            }
             ordered = [distinct[at] for at in sorted(distinct)]
-            return [*ordered, *(after[slot] for slot in kept), *told.flags_of(answers)]
+            return [*ordered, *(after[slot] for slot in slots), *answering.flags_of(answers)]
 
         return run
 
@@ -457,8 +489,8 @@ def _layout(value: torch.Tensor) -> tuple:
 
 def plain_reason(error: Exception) -> Exception:
     """What kept a step from being traced, and the line of the step."""
-    told = isinstance(error, ValueError) and "could not be traced" in str(error)
-    if told or isinstance(error, OwnBackward):
+    is_explained = isinstance(error, ValueError) and "could not be traced" in str(error)
+    if is_explained or isinstance(error, OwnBackward):
         return error
     where = user_line(error.__traceback__)
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))

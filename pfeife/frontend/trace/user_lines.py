@@ -14,18 +14,18 @@ import torch
 from torch import fx, nn
 
 OURS = (
-    *(f"{Path(one).parent}/" for one in (torch.__file__, Path(__file__).parents[1])),
+    *(f"{Path(file).parent}/" for file in (torch.__file__, Path(__file__).parents[1])),
     contextlib.__file__,  # between torch and torch
 )
 
 
 def user_line(trace: TracebackType | None) -> str:
     """The last line of a traceback that is neither torch's nor Pfeife's."""
-    found = ""
+    innermost = ""
     for frame, line in traceback.walk_tb(trace):
         if not frame.f_code.co_filename.startswith(OURS):
-            found = place(frame.f_code, line)
-    return found
+            innermost = place(frame.f_code, line)
+    return innermost
 
 
 def is_torchs(error: BaseException | None) -> bool:
@@ -81,22 +81,24 @@ def noted(paths: Mapping[int, str]) -> Iterator[None]:
     if not fx.traceback.has_preserved_node_meta():
         yield
         return
-    mine, stack = threading.get_ident(), list[tuple[str, tuple[str, type]]]()
+    thread, stack = threading.get_ident(), list[tuple[str, tuple[str, type]]]()
 
     def note() -> None:
         fx.traceback.get_current_meta()["nn_module_stack"] = dict(stack)
 
     def enter(module: nn.Module, args: Any) -> None:
-        if threading.get_ident() == mine and id(module) in paths:
+        if threading.get_ident() == thread and id(module) in paths:
             path = paths[id(module)]
             stack.append((path, (path, type(module))))
             note()
 
     def leave(module: nn.Module, args: Any, result: Any) -> None:
-        if threading.get_ident() == mine and id(module) in paths:
+        if threading.get_ident() == thread and id(module) in paths:
             stack.pop()
             note()
 
+    # These hooks run in all threads, hence the looks at `thread`. A module whose forward fails is
+    # left as well (`always_call`), or the stack would keep it.
     hooks: list[Callable[[], None]] = [
         nn.modules.module.register_module_forward_pre_hook(enter).remove,
         nn.modules.module.register_module_forward_hook(leave, always_call=True).remove,

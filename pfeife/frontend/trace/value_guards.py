@@ -57,9 +57,9 @@ class WrongAnswer(ValueError):
 def fails_elsewhere(lines: Sequence[str], error: Exception) -> ValueError:
     """What to say of a trace that fails on a microbatch which data send another way."""
     where, reason = ", ".join(dict.fromkeys(lines)), str(error).strip().partition("\n")[0]
-    said = "" if reason.startswith("Runtime assertion failed") else f" ({reason})"
+    detail = "" if reason.startswith("Runtime assertion failed") else f" ({reason})"
     return ValueError(
-        f"{where}: what was traced there on the first microbatch fails on another one{said}: "
+        f"{where}: what was traced there on the first microbatch fails on another one{detail}: "
         "data decide a number or a size, which the step has asked for, and it is not the same in "
         "each microbatch; compute it with tensors (torch.where), or loop over all there may be"
     )
@@ -78,10 +78,10 @@ class Noting(_torch.TorchDispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         func, args, kwargs = _as_number(func, args, kwargs or {})
-        found = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         if _torch.is_decided_by_data(func):
-            self.noted[_call(func)].append(_torch.sizes_and_numbers(found))
-        return found
+            self.noted[_call(func)].append(_torch.sizes_and_numbers(result))
+        return result
 
 
 class Answering(_torch.TorchDispatchMode):
@@ -93,11 +93,11 @@ class Answering(_torch.TorchDispatchMode):
     def __init__(
         self,
         mode: _torch.FakeTensorMode,
-        known: Known,
+        data_values: Known,
         sizes: Mapping[Any, tuple[Any, int]],
     ):
         super().__init__()
-        self.mode, self.known, self.sizes = mode, known, sizes
+        self.mode, self.known, self.sizes = mode, data_values, sizes
         self.calls: Counter[str] = Counter()
         self.of_data = False  # whether data decide any
         self.values: dict[Any, Any] = {}  # by symbols
@@ -115,6 +115,7 @@ class Answering(_torch.TorchDispatchMode):
         self.telling.__exit__(*error)
         super().__exit__(*error)
         if error[0] is None:
+            # Those that still wait: no other operation comes, before which they would be made.
             self._flag()
 
     def _tell(self, expression: Any) -> Any:
@@ -140,14 +141,14 @@ class Answering(_torch.TorchDispatchMode):
             self.answers.append(ValueGuard(value, calling_line()))
             self.flags.append(_differs(args[0].detach(), value))
             return value
-        found = func(*args, **kwargs)
-        sizes = _torch.sizes_and_numbers(found)
+        result = func(*args, **kwargs)
+        sizes = _torch.sizes_and_numbers(result)
         self.of_data = self.of_data or any(map(_torch.is_of_data, sizes))
         if len(noted) == len(sizes):
             of = args[0] if func is _NUMBER else None
             for symbolic, value in zip(sizes, noted, strict=True):
                 self._know(symbolic, value, of)
-        return found
+        return result
 
     def _noted(self, func: Any) -> Sequence[Any]:
         """What was noted of the same call of an operation."""
@@ -172,28 +173,28 @@ class Answering(_torch.TorchDispatchMode):
         """The flags of the answers that an earlier run was given. Torch's own operations may ask
         less in a trace (dropout, whether it is given anything); what was not asked is not wrong.
         Raises ValueError where more was asked."""
-        flags, asked = list[torch.Tensor](), 0
+        flags, position = list[torch.Tensor](), 0
         for answer in answers:
-            if self.answers[asked : asked + 1] == [answer]:
-                flags.append(self.flags[asked])
-                asked += 1
+            if self.answers[position : position + 1] == [answer]:
+                flags.append(self.flags[position])
+                position += 1
             else:
                 flags.append(torch.zeros(()))
-        if asked < len(self.answers):
-            raise ValueError(f"{self.answers[asked].line} asks for values in a second run alone")
+        if position < len(self.answers):
+            raise ValueError(f"{self.answers[position].line} asks for values in a second run alone")
         return flags
 
     def _flag(self) -> None:
         """Makes the flags that wait."""
-        asked, self.asked = self.asked, []
-        for expression, value in asked:
+        questions, self.asked = self.asked, []
+        for expression, value in questions:
             sizes = {
                 symbol: torch.scalar_tensor(size, dtype=torch.int64)
                 for symbol, (size, _) in self.sizes.items()
                 if symbol in expression.free_symbols
             }
-            found = _torch.computed(expression, {**sizes, **self.tensors})
-            self.flags.append(_differs(found, _torch.as_number(value)))
+            tensor = _torch.computed(expression, {**sizes, **self.tensors})
+            self.flags.append(_differs(tensor, _torch.as_number(value)))
 
 
 def _as_number(func: Any, args: tuple, kwargs: dict) -> tuple[Any, tuple, dict]:

@@ -54,8 +54,8 @@ def html(
     page needs no network, and runs no code but its own; the same input gives the same page. Raises
     ImportError without plotly (`pip install 'pfeife[report]'`).
     """
-    given = (("predicted", predicted), ("measured", measured))
-    sides = [(n, r if isinstance(r, Run) else Run(r)) for n, r in given if r is not None]
+    runs = (("predicted", predicted), ("measured", measured))
+    sides = [(n, r if isinstance(r, Run) else Run(r)) for n, r in runs if r is not None]
     stages = stages_of(history, plan) if plan else ()
     figures = {
         "stages": stage_figure(stages, ranked(history)),
@@ -70,8 +70,8 @@ def html(
         _section("Search", _SEARCH, figures["search"], search_words(about.tried, plan)),
         _section("Passes", _PASSES, None, passes(history)),
     ]
-    inside = [_head(plan, sides, about), *(one for one in sections if one)]
-    return _document(about.title, inside, [one for one in figures.values() if one])
+    inside = [_head(plan, sides, about), *(section for section in sections if section)]
+    return _document(about.title, inside, [figure for figure in figures.values() if figure])
 
 
 _STAGES = (
@@ -93,14 +93,16 @@ _SEARCH = "Schedules that were timed while cuts, placement and schedule were sea
 _PASSES = "What each pass has changed in the printed program."
 
 
-def _section(title: str, said: str, figure: Figure | None, *rest: Html | None) -> Html | None:
-    shown = [one for one in rest if one]
+def _section(
+    title: str, explanation: str, figure: Figure | None, *rest: Html | None
+) -> Html | None:
+    shown = [part for part in rest if part]
     if not (figure or shown):
         return None
     name = title.lower()
     heading = tag("h2", title, id=f"h-{name}")
-    said_of = tag("p", said, class_="soft")
-    first = tag("div", heading, said_of, figure.html if figure else "", class_="first")
+    paragraph = tag("p", explanation, class_="soft")
+    first = tag("div", heading, paragraph, figure.html if figure else "", class_="first")
     return tag("section", first, *shown, aria_labelledby=f"h-{name}", id=f"s-{name}")
 
 
@@ -108,25 +110,27 @@ def _head(plan: Plan | None, sides: Sequence[tuple[str, Run]], about: About) -> 
     """The title, what was asked for, figures at a glance, and what limits the step."""
     words = {**about.asked, "machine": about.machine or about.asked.get("machine", "")}
     command = words.pop("command", "")
-    found: list[tuple[str, str, str]] = []
+    figures: list[tuple[str, str, str]] = []
     if plan is not None:
         ranks, microbatches = len(plan.schedule.ranks), plan.schedule.microbatches
         of = f"{microbatches} microbatches"
-        found.append(("stages on ranks", f"{plan.stages} on {ranks}", of))
+        figures.append(("stages on ranks", f"{plan.stages} on {ranks}", of))
     if sides:
-        found += _figures(plan, sides, about.limit)
-    asked = (tag("div", tag("dt", word), tag("dd", said)) for word, said in words.items() if said)
+        figures += _figures(plan, sides, about.limit)
+    requests = (
+        tag("div", tag("dt", word), tag("dd", text)) for word, text in words.items() if text
+    )
     boxes = (
         tag("div", tag("dt", word), tag("dd", figure, tag("small", more) if more else ""))
-        for word, figure, more in found
+        for word, figure, more in figures
     )
     limits = [_limits(run.path) for _, run in sides if run.path is not None]
     parts = [
         tag("h1", about.title),
         tag("p", tag("code", command)) if command else "",
-        tag("dl", *asked, class_="asked"),
+        tag("dl", *requests, class_="asked"),
         tag("dl", *boxes, class_="figures"),
-        *(tag("p", one) for one in limits if one),
+        *(tag("p", sentence) for sentence in limits if sentence),
         *(tag("p", note, class_="note") for note in about.notes),
     ]
     return tag("header", *parts)
@@ -145,10 +149,10 @@ def _figures(
     yield _figure("step", steps, of)
     bubbles = [(name, f"{100 * run.timeline.bubble:.1f} %") for name, run in sides]
     yield _figure("bubble", bubbles, ["of all ranks' time"])
-    worst = [(n, max(r.memory, key=lambda one: one.peak)) for n, r in sides if r.memory]
+    worst = [(n, max(r.memory, key=lambda curve: curve.peak)) for n, r in sides if r.memory]
     if worst:
         of = [f"rank {worst[0][1].rank}", *([f"limit {size(limit)}"] if limit else [])]
-        yield _figure("peak memory", [(name, size(one.peak)) for name, one in worst], of)
+        yield _figure("peak memory", [(name, size(curve.peak)) for name, curve in worst], of)
 
 
 def _figure(
@@ -156,25 +160,26 @@ def _figure(
 ) -> tuple[str, str, str]:
     """A figure, what it is of, and what else there is to say of it."""
     (first, figure), *rest = figures
-    said = [f"{name} {other}" for name, other in rest]
-    return f"{word}, {first}", figure, "; ".join([*said, *more])
+    details = [f"{name} {value}" for name, value in rest]
+    return f"{word}, {first}", figure, "; ".join([*details, *more])
 
 
 def _limits(path: Timeline) -> str:
     """What the step waits for, in a sentence."""
     ranks = {event.action.stage: event.rank for event in path.events}
     waits = waits_of(path, [ranks.get(stage, 0) for stage in range(1 + max(ranks, default=0))])
-    shown = [one for one in waits[:4] if one.share >= 0.02]
-    said = [f"{one.share:.0%} {one.what}" for one in shown]
-    rest = 1 - sum(one.share for one in shown)
+    shown = [wait for wait in waits[:4] if wait.share >= 0.02]
+    parts = [f"{wait.share:.0%} {wait.what}" for wait in shown]
+    rest = 1 - sum(wait.share for wait in shown)
     if len(waits) > len(shown) and rest >= 0.005:
-        said.append(f"{rest:.0%} in {len(waits) - len(shown)} smaller parts")
-    return f"What limits the step, by its critical path: {'; '.join(said)}." if shown else ""
+        parts.append(f"{rest:.0%} in {len(waits) - len(shown)} smaller parts")
+    return f"What limits the step, by its critical path: {'; '.join(parts)}." if shown else ""
 
 
 def _document(title: str, inside: Sequence[Html], figures: Sequence[Figure]) -> str:
     script, style = _asset("page.js"), _asset("page.css")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    # The page's own script is known by its digest; it starts plotly from a blob.
     policy = (
         f"default-src 'none'; script-src 'sha256-{digest}' blob:; style-src 'unsafe-inline'; "
         "img-src data: blob:; base-uri 'none'; form-action 'none'"
@@ -186,7 +191,7 @@ def _document(title: str, inside: Sequence[Html], figures: Sequence[Figure]) -> 
         tag("title", title),
         tag("style", Html(style)),
     ]
-    data = {"figures": [attrs.asdict(one) for one in figures]}
+    data = {"figures": [attrs.asdict(figure) for figure in figures]}
     body = [
         tag("main", lines(inside)),
         tag("div", id="tip", role="status", hidden=True),

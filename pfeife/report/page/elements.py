@@ -20,14 +20,15 @@ def text(value: object) -> Html:
 
 def tag(_name: str, *inside: object, **attributes: object) -> Html:
     """An element; the attribute `class_` is class, and what is None or False is left out."""
-    said = "".join(
+    # The first parameter is `_name`, so that an element may have the attribute `name`.
+    attribute_text = "".join(
         f' {name.rstrip("_").replace("_", "-")}="{escape(str(value))}"'
         if value is not True
         else f" {name}"
         for name, value in attributes.items()
         if value is not None and value is not False
     )
-    return Html(f"<{_name}{said}>{''.join(map(text, inside))}</{_name}>")
+    return Html(f"<{_name}{attribute_text}>{''.join(map(text, inside))}</{_name}>")
 
 
 def lines(parts: Iterable[object]) -> Html:

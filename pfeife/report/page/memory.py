@@ -33,6 +33,8 @@ class _Row:
         return self.limit is not None and self.low <= self.limit <= most
 
     def height(self, count: int) -> float:
+        """Where so many bytes are drawn; rows go down the page, so more bytes are a smaller
+        number."""
         high = max(self.peak, self.limit or 0) if self.is_near else self.peak
         return round(self.at + 0.33 - 0.66 * (count - self.low) / max(high - self.low, 1), 5)
 
@@ -55,7 +57,7 @@ def memory_figure(sides: Sides, limit: int | None) -> Figure | None:
         for rank, row in rows.items()
         for word, count in ((f"rank {rank}  ", row.peak), ("", row.low))
     ]
-    named = {"tickvals": [at for at, _ in marks], "ticktext": [said for _, said in marks]}
+    named = {"tickvals": [at for at, _ in marks], "ticktext": [label for _, label in marks]}
     layout["yaxis"] = {**ticks(list(rows), {}), **named, "fixedrange": True}
     return Figure("memory", f"Memory of {len(rows)} ranks over time", data, layout)
 
@@ -73,16 +75,17 @@ def _rows(sides: Sides, limit: int | None) -> dict[int, _Row]:
 
 def _curve(name: str, run: Run, rows: dict[int, _Row], dash: str | int) -> dict[str, Any]:
     """The bytes of all ranks as one line; that of the first side is filled."""
-    x, y, said = list[Any](), list[Any](), list[str]()
+    x, y, labels = list[Any](), list[Any](), list[str]()
     for curve in run.memory:
         row = rows[curve.rank]
         for moment, count in run.moments(curve):
             x.append(ms(moment))
             y.append(row.height(count))
-            said.append(size(count))
+            labels.append(size(count))
+        # Down to the foot of the row, so that the filled area closes; None parts it from the next.
         x += [x[-1], None]
         y += [row.height(row.low), None]
-        said += ["", ""]
+        labels += ["", ""]
     filled = {} if dash else {"fill": "toself", "fillcolor": "rgba(86,180,233,.35)"}
     return {
         "type": "scatter",
@@ -90,7 +93,7 @@ def _curve(name: str, run: Run, rows: dict[int, _Row], dash: str | int) -> dict[
         "name": name,
         "x": x,
         "y": y,
-        "text": said,
+        "text": labels,
         "hovertemplate": f"%{{text}} at %{{x}} ms, {name}<extra></extra>",
         "line": {
             "shape": "hv",
@@ -106,7 +109,7 @@ def _curve(name: str, run: Run, rows: dict[int, _Row], dash: str | int) -> dict[
 def _peaks(run: Run, rows: dict[int, _Row]) -> dict[str, Any]:
     """When each rank holds most, the fullest in words."""
     fullest = _fullest(run.memory)
-    tops = [(curve, max(run.moments(curve), key=lambda one: one[1])) for curve in run.memory]
+    tops = [(curve, max(run.moments(curve), key=lambda pair: pair[1])) for curve in run.memory]
     return {
         "type": "scatter",
         "mode": "markers+text",
@@ -139,6 +142,7 @@ def _limits(end: float, rows: Sequence[_Row], limit: int) -> dict[str, Any]:
         "type": "scatter",
         "mode": "lines",
         "name": f"limit, {size(limit)}{'' if near else f' ({place} all rows)'}",
+        # without points it still stands in the legend, with its bytes
         "x": [x for _ in near for x in (0, end, None)] or [None],
         "y": [y for height in near for y in (height, height, None)] or [None],
         "line": {"width": 1.5, "color": _MARK, "dash": "dot"},
@@ -147,7 +151,7 @@ def _limits(end: float, rows: Sequence[_Row], limit: int) -> dict[str, Any]:
 
 
 def _fullest(curves: Sequence[MemoryCurve]) -> MemoryCurve:
-    return max(curves, key=lambda one: one.peak)
+    return max(curves, key=lambda curve: curve.peak)
 
 
 def _parts(curve: MemoryCurve) -> dict[str, int]:
@@ -162,14 +166,14 @@ def memory_rows(sides: Sides, limit: int | None) -> Html | None:
         return None
     most = max(curve.peak for _, run in sides for curve in run.memory) or 1
     fullest = _fullest(sides[0][1].memory)
-    known = [_parts(curve) for curve in sides[0][1].memory]
-    words = list(dict.fromkeys(word for parts in known for word in parts))
+    rank_parts = [_parts(curve) for curve in sides[0][1].memory]
+    words = list(dict.fromkeys(word for parts in rank_parts for word in parts))
     rows = []
-    for parts, *curves in zip(known, *(run.memory for _, run in sides), strict=False):
+    for parts, *curves in zip(rank_parts, *(run.memory for _, run in sides), strict=False):
         first = curves[0]
         room = f"{100 * first.peak / limit:.1f} %" if limit else ""
         mark = ", fullest" if first is fullest else ""
-        peaks = (size(one.peak) for one in curves)
+        peaks = (size(curve.peak) for curve in curves)
         kinds = (size(parts[word]) if word in parts else "" for word in words)
         rows.append((f"{first.rank}{mark}", *peaks, _bar(first, most, limit), room, *kinds))
     names = (f"peak, {name}" for name, _ in sides)
@@ -182,6 +186,7 @@ def memory_rows(sides: Sides, limit: int | None) -> Html | None:
 def _bar(curve: MemoryCurve, most: int, limit: int | None) -> Html:
     """What is held all the time, what is beside it at the peak, and the limit as a line."""
     is_far = limit is not None and limit > _FAR * most
+    # On the scale of a limit that is far away no bar could be told from another.
     top = most if limit is None or is_far else max(limit, most)
     held = sum(curve.held.values())
     parts = [
@@ -191,5 +196,5 @@ def _bar(curve: MemoryCurve, most: int, limit: int | None) -> Html:
     if limit is not None:
         place = 100 * min(limit / top, 1.0)
         parts.append(tag("i", class_="far" if is_far else None, style=f"left:{place:.2f}%"))
-    said = f"{size(held)} all the time, {size(curve.peak - held)} beside it at the peak"
-    return tag("div", *parts, class_="bar", role="img", aria_label=said, title=said)
+    label = f"{size(held)} all the time, {size(curve.peak - held)} beside it at the peak"
+    return tag("div", *parts, class_="bar", role="img", aria_label=label, title=label)

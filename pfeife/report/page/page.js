@@ -9,34 +9,34 @@
     const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
     if (!step || !passes.length || event.altKey || event.ctrlKey || event.metaKey) return;
     if (event.target === find) return;
-    const next = passes.findIndex((one) => one.open) + step;
+    const next = passes.findIndex((pass) => pass.open) + step;
     const at = Math.min(Math.max(next, 0), passes.length - 1);
-    passes.forEach((one, i) => { one.open = i === at; });
+    passes.forEach((pass, i) => { pass.open = i === at; });
     event.preventDefault();
   });
 
   // A search leaves those that have it, marks where, and goes from one to the next.
   let hits = [], hit = 0;
-  const within = (one, wanted) => {
-    const found = [], walker = document.createTreeWalker(one, NodeFilter.SHOW_TEXT);
+  const within = (pass, wanted) => {
+    const ranges = [], walker = document.createTreeWalker(pass, NodeFilter.SHOW_TEXT);
     for (let node; (node = walker.nextNode());)
       for (const { index, 0: text } of node.data.matchAll(wanted)) {
         const range = new Range();
         range.setStart(node, index);
         range.setEnd(node, index + text.length);
-        found.push(range);
+        ranges.push(range);
       }
-    return found;
+    return ranges;
   };
   const marked = (name, ranges) => {
-    if (globalThis.Highlight) CSS.highlights.set(name, ranges.reduce((all, one) => all.add(one), new Highlight()));
+    if (globalThis.Highlight) CSS.highlights.set(name, ranges.reduce((all, range) => all.add(range), new Highlight()));
   };
   const go = (step) => {
     if (!hits.length) return;
     hit = (hit + step + hits.length) % hits.length;
     const pass = hits[hit].startContainer.parentElement.closest(".pass"), pre = pass.querySelector("pre");
     pass.open = true;
-    const [at, box] = [hits[hit], pre].map((one) => one.getBoundingClientRect());
+    const [at, box] = [hits[hit], pre].map((part) => part.getBoundingClientRect());
     if (pre.contains(hits[hit].startContainer)) {
       const isBeside = at.left < box.left || at.right > box.left + pre.clientWidth;
       pre.scrollTop += at.top - box.top - pre.clientHeight / 2;
@@ -49,11 +49,11 @@
   find?.addEventListener("input", () => {
     const text = find.value.trim(), wanted = RegExp(text.replace(/[\\^$.*+?()[\]{}|]/g, "\\$&"), "gi");
     hits = [];
-    for (const one of passes) {
-      const found = text ? within(one, wanted) : [];
-      one.hidden = text && !found.length;
-      one.open = found.length;
-      hits = hits.concat(found);
+    for (const pass of passes) {
+      const ranges = text ? within(pass, wanted) : [];
+      pass.hidden = text && !ranges.length;
+      pass.open = ranges.length;
+      hits = hits.concat(ranges);
     }
     hit = 0;
     marked("hits", hits);
@@ -67,9 +67,9 @@
   let closed = [];
   addEventListener("beforeprint", () => {
     closed = [...document.querySelectorAll("details:not([open], .pass)")];
-    closed.forEach((one) => { one.open = true; });
+    closed.forEach((table) => { table.open = true; });
   });
-  addEventListener("afterprint", () => closed.forEach((one) => { one.open = false; }));
+  addEventListener("afterprint", () => closed.forEach((table) => { table.open = false; }));
 
   // Data and plotly are in the page, compressed.
   const unpacked = (id) => {
@@ -120,10 +120,10 @@
   // What a rank does under the pointer: rows are sorted by their starts.
   const pointing = ({ spans, ranks }) => {
     const timeline = $("timeline"), tip = $("tip"), rows = new Map();
-    for (const one of spans) one.starts.forEach((start, i) => {
-      const key = `${one.side} ${one.rows[i]}`;
+    for (const kind of spans) kind.starts.forEach((start, i) => {
+      const key = `${kind.side} ${kind.rows[i]}`;
       if (!rows.has(key)) rows.set(key, []);
-      rows.get(key).push({ start, end: one.ends[i], action: one.actions[i], one });
+      rows.get(key).push({ start, end: kind.ends[i], action: kind.actions[i], kind });
     });
     for (const row of rows.values()) row.sort((a, b) => a.start - b.start);
     const under = (row, ms) => {
@@ -131,10 +131,10 @@
       while (low < high) { const mid = (low + high) >> 1; row[mid].start <= ms ? low = mid + 1 : high = mid; }
       let best = null;
       for (let i = low - 1; i >= Math.max(0, low - 12); i--)  // reductions last longer than others
-        if (row[i].end >= ms && (!best || row[i].one.what !== "reduce")) { best = row[i]; break; }
+        if (row[i].end >= ms && (!best || row[i].kind.what !== "reduce")) { best = row[i]; break; }
       return best;
     };
-    const sides = [...new Set(spans.map((one) => one.side))];
+    const sides = [...new Set(spans.map((kind) => kind.side))];
     timeline.addEventListener("mousemove", (event) => {
       const { xaxis, yaxis } = timeline._fullLayout, box = timeline.getBoundingClientRect();
       const ms = xaxis.p2d(event.clientX - box.left - xaxis._offset);
@@ -145,7 +145,7 @@
       tip.hidden = !hit;
       if (!hit) return;
       const took = hit.end - hit.start;
-      tip.textContent = `rank ${ranks[row]}, ${side}: ${hit.one.what} (${hit.action})\n` +
+      tip.textContent = `rank ${ranks[row]}, ${side}: ${hit.kind.what} (${hit.action})\n` +
         `${hit.start.toPrecision(5)} to ${hit.end.toPrecision(5)} ms, ${took.toPrecision(3)} ms`;
       tip.style.left = `${Math.min(event.pageX + 14, document.body.clientWidth - tip.offsetWidth)}px`;
       tip.style.top = `${event.pageY + 16}px`;
@@ -177,7 +177,7 @@
   const waiting = [...page.figures];
   // On paper all are drawn, as wide as it is.
   const plots = () => document.querySelectorAll(".js-plotly-plot");
-  const sized = (layout) => plots().forEach((one) => Plotly.relayout(one, layout));
+  const sized = (layout) => plots().forEach((plot) => Plotly.relayout(plot, layout));
   addEventListener("beforeprint", () => { waiting.splice(0).forEach(draw); sized({ width: PAPER }); });
   addEventListener("afterprint", () => sized({ width: null, autosize: true }));
   while (waiting.length) {
@@ -188,12 +188,12 @@
   // Timeline and memory have one clock: they zoom together.
   const clocks = ["timeline", "memory"].map($).filter(Boolean);
   let following = false;
-  for (const one of clocks) one.on("plotly_relayout", async (change) => {
+  for (const plot of clocks) plot.on("plotly_relayout", async (change) => {
     if (following || !Object.keys(change).some((key) => key.startsWith("xaxis."))) return;
     following = true;
-    const range = [...one._fullLayout.xaxis.range];
+    const range = [...plot._fullLayout.xaxis.range];
     for (const other of clocks)
-      if (other !== one) await Plotly.relayout(other, { "xaxis.range": range });
+      if (other !== plot) await Plotly.relayout(other, { "xaxis.range": range });
     following = false;
   });
 

@@ -18,15 +18,15 @@ def passes(history: Sequence[Recorded]) -> Html | None:
     """A table of the passes, a search, and what each has changed, which folds."""
     if not history:
         return None
-    rows = [_row(index, one) for index, one in enumerate(history)]
+    rows = [_row(index, recorded) for index, recorded in enumerate(history)]
     head = ("", "pass", "operations", "FLOP", "calls", "most across a cut", "time")
-    found = table(rows, head, "Programs of a microbatch, each made of the one before")
-    before = [None, *(one.program for one in history)]
+    overview = table(rows, head, "Programs of a microbatch, each made of the one before")
+    before = [None, *(recorded.program for recorded in history)]
     folds = [
-        _fold(f"{at} {one.maker}", _difference(before[at], one.program))
-        for at, one in enumerate(history)
+        _fold(f"{at} {recorded.maker}", _difference(before[at], recorded.program))
+        for at, recorded in enumerate(history)
     ]
-    return lines([found, _SEARCH, *folds])
+    return lines([overview, _SEARCH, *folds])
 
 
 _SEARCH = tag(
@@ -40,28 +40,28 @@ _SEARCH = tag(
 )  # fmt: skip
 
 
-def _fold(name: str, found: Sequence[tuple[str, str]]) -> Html:
+def _fold(name: str, classed_lines: Sequence[tuple[str, str]]) -> Html:
     """Lines with their classes under a name, and how many there are."""
-    counts = Counter(class_ or "in all" for class_, _ in found)
+    counts = Counter(class_ or "in all" for class_, _ in classed_lines)
     shown = [word for word in _CLASSES.values() if word in counts] or ["in all"]
-    said = ", ".join(f"{counts[word]} lines {word}" for word in shown if counts[word])
+    changes = ", ".join(f"{counts[word]} lines {word}" for word in shown if counts[word])
     parts = [
         tag("span", "\n".join(line for _, line in group), class_=class_ or None)
-        for class_, group in itertools.groupby(found[:MOST], key=lambda one: one[0])
+        for class_, group in itertools.groupby(classed_lines[:MOST], key=lambda pair: pair[0])
     ]
-    if len(found) > MOST:
-        parts.append(tag("span", f"and {len(found) - MOST} lines more", class_="left"))
-    summary = tag("summary", name, " ", tag("small", said or "no line changed", class_="soft"))
+    if len(classed_lines) > MOST:
+        parts.append(tag("span", f"and {len(classed_lines) - MOST} lines more", class_="left"))
+    summary = tag("summary", name, " ", tag("small", changes or "no line changed", class_="soft"))
     return tag("details", summary, tag("pre", *parts, tabindex=0), class_="pass")
 
 
-def _row(index: int, one: Recorded) -> tuple[object, ...]:
+def _row(index: int, recorded: Recorded) -> tuple[object, ...]:
     """The figures of a program."""
-    found = one.totals
-    calls = " ".join(f"{count}{kind}" for kind, count in found.calls.items())
-    cut = units.size(max(found.cuts)) if found.cuts else ""
-    seconds = "" if found.seconds is None else units.duration(found.seconds)
-    return index, one.maker, found.operations, units.flops(found.flops), calls, cut, seconds
+    totals = recorded.totals
+    calls = " ".join(f"{count}{kind}" for kind, count in totals.calls.items())
+    cut = units.size(max(totals.cuts)) if totals.cuts else ""
+    seconds = "" if totals.seconds is None else units.duration(totals.seconds)
+    return index, recorded.maker, totals.operations, units.flops(totals.flops), calls, cut, seconds
 
 
 def _difference(before: Program | None, after: Program) -> Sequence[tuple[str, str]]:
@@ -73,6 +73,7 @@ def _difference(before: Program | None, after: Program) -> Sequence[tuple[str, s
         return [("left", "too long to be compared")]
     return [
         ("left" if line[0] == "@" else _CLASSES.get(line[0], ""), line)
+        # the first two lines only say which text is which
         for line in difference(before, after).splitlines()[2:]
     ] or [("left", "nothing has changed in the printed program")]
 

@@ -23,16 +23,23 @@ def search_figure(tried: Sequence[Tried], plan: Plan | None) -> Figure | None:
     if not tried:
         return None
     shown = _thinned(tried)
-    data = [_candidates(source, shown) for source in dict.fromkeys(one.source for one in shown)]
-    best = [one for before, one in zip([None, *tried], tried, strict=False) if _better(before, one)]
+    data = [
+        _candidates(source, shown)
+        for source in dict.fromkeys(candidate.source for candidate in shown)
+    ]
+    best = [
+        candidate
+        for before, candidate in zip([None, *tried], tried, strict=False)
+        if _better(before, candidate)
+    ]
     end = tried[-1].after
     data.append(
         {
             "type": "scatter",
             "mode": "lines",
             "name": "best so far",
-            "x": [*(round(one.after, 4) for one in best), round(end, 4)],
-            "y": [*(ms(one.best) for one in best), ms(best[-1].best)],
+            "x": [*(round(candidate.after, 4) for candidate in best), round(end, 4)],
+            "y": [*(ms(candidate.best) for candidate in best), ms(best[-1].best)],
             "line": {"shape": "hv", "width": 2, "color": "#000000"},
             "hoverinfo": "skip",
         }
@@ -51,7 +58,8 @@ def search_figure(tried: Sequence[Tried], plan: Plan | None) -> Figure | None:
                 "hoverinfo": "skip",
             }
         )
-    steps = sorted(one.step for one in tried)
+    steps = sorted(candidate.step for candidate in tried)
+    # A few candidates that took far longer would press all others together.
     top = min(steps[int(0.95 * (len(steps) - 1))], 2 * tried[-1].best)
     room = 0.08 * max(top - low, 0.02 * top)
     layout = {
@@ -75,20 +83,22 @@ def search_words(tried: Sequence[Tried], plan: Plan | None) -> Html | None:
     if not tried:
         return None
     counts: dict[int, int] = {}
-    for one in tried:
-        counts[one.stages] = counts.get(one.stages, 0) + 1
+    for candidate in tried:
+        counts[candidate.stages] = counts.get(candidate.stages, 0) + 1
     each = ", ".join(f"{count} of {stages} stages" for stages, count in sorted(counts.items()))
-    said = f"{len(tried)} schedules were timed: {each}. "
-    said += f"The first took {duration(tried[0].step)}, the best {duration(tried[-1].best)}"
+    sentence = f"{len(tried)} schedules were timed: {each}. "
+    sentence += f"The first took {duration(tried[0].step)}, the best {duration(tried[-1].best)}"
     if plan is not None and plan.bound_seconds:
-        said += f"; no schedule of the plan's stages takes less than {duration(plan.bound_seconds)}"
+        sentence += (
+            f"; no schedule of the plan's stages takes less than {duration(plan.bound_seconds)}"
+        )
     if plan is not None and plan.interrupted:
-        said += "; the clock ended the search, so that another one may find another plan"
-    return tag("p", f"{said}.")
+        sentence += "; the clock ended the search, so that another one may find another plan"
+    return tag("p", f"{sentence}.")
 
 
-def _better(before: Tried | None, one: Tried) -> bool:
-    return before is None or one.best < before.best
+def _better(before: Tried | None, candidate: Tried) -> bool:
+    return before is None or candidate.best < before.best
 
 
 def _thinned(tried: Sequence[Tried]) -> list[Tried]:
@@ -100,14 +110,14 @@ def _thinned(tried: Sequence[Tried]) -> list[Tried]:
 
 def _candidates(source: str, shown: Sequence[Tried]) -> dict[str, Any]:
     name, colour, symbol = _MARKS.get(source, (source, "#56b4e9", "cross"))
-    mine = [one for one in shown if one.source == source]
+    candidates = [candidate for candidate in shown if candidate.source == source]
     return {
         "type": "scatter",
         "mode": "markers",
         "name": name,
-        "x": [round(one.after, 4) for one in mine],
-        "y": [ms(one.step) for one in mine],
-        "text": [f"{one.stages} stages" for one in mine],
+        "x": [round(candidate.after, 4) for candidate in candidates],
+        "y": [ms(candidate.step) for candidate in candidates],
+        "text": [f"{candidate.stages} stages" for candidate in candidates],
         "hovertemplate": f"%{{y}} ms, %{{text}}, {name}<extra></extra>",
         "marker": {"color": colour, "symbol": symbol, "size": 6, "opacity": 0.7},
     }

@@ -37,6 +37,7 @@ class Stage:
 
     @property
     def total(self) -> float:
+        """Seconds of all its calls."""
         return sum(self.seconds.values())
 
     @property
@@ -54,14 +55,14 @@ def stages_of(history: Sequence[Recorded], plan: Plan) -> tuple[Stage, ...]:
     if program is None:
         return ()
     held = _parameters(program)
-    found = []
+    stages = []
     for index in range(program.units):
         calls = [call for call in program.calls if call.unit == index]
         forward = [
             node for call in calls if call.kind == Kind.FORWARD for node in _nodes(program, call)
         ]
         seconds = {call.kind: call.seconds or 0.0 for call in calls}
-        found.append(
+        stages.append(
             Stage(
                 index,
                 next((call.rank or 0 for call in calls), 0),
@@ -72,7 +73,7 @@ def stages_of(history: Sequence[Recorded], plan: Plan) -> tuple[Stage, ...]:
                 seconds,
             )
         )
-    return tuple(found)
+    return tuple(stages)
 
 
 def _parameters(program: Program) -> list[str]:
@@ -88,7 +89,7 @@ def _parameters(program: Program) -> list[str]:
 
 def ranked(history: Sequence[Recorded]) -> Program | None:
     """The last program whose calls have ranks."""
-    programs = (one.program for one in reversed(history) if one.program.calls)
+    programs = (record.program for record in reversed(history) if record.program.calls)
     return next((p for p in programs if all(c.rank is not None for c in p.calls)), None)
 
 
@@ -109,10 +110,10 @@ def _heaviest(nodes: Sequence[fx.Node]) -> tuple[str, ...]:
 def _sent(program: Program) -> dict[tuple[int, int], dict[Kind, int]]:
     """By two stages, what goes from one to the other in the forward and in the backward: messages,
     and values that stay on their rank; each once, however many read it."""
-    found: dict[tuple[int, int], dict[Kind, int]] = {}
+    sent: dict[tuple[int, int], dict[Kind, int]] = {}
 
     def add(source: Call, target: int, size: int) -> None:
-        ways = found.setdefault((source.unit, target), {})
+        ways = sent.setdefault((source.unit, target), {})
         way = Kind.FORWARD if source.kind == Kind.FORWARD else Kind.BACKWARD
         ways[way] = ways.get(way, 0) + size
 
@@ -123,11 +124,12 @@ def _sent(program: Program) -> dict[tuple[int, int], dict[Kind, int]]:
     for node in program.module.graph.nodes:
         reader = calls.get(node.name)
         for value in node.all_input_nodes if reader else ():
+            # A call gives several values; each is taken out by a node of its own.
             maker = calls.get(value.all_input_nodes[0].name) if value.all_input_nodes else None
             if reader and maker and maker.unit != reader.unit and (value, reader.unit) not in seen:
                 seen.add((value, reader.unit))
                 add(maker, reader.unit, node_bytes(value))
-    return found
+    return sent
 
 
 def stage_table(stages: Sequence[Stage]) -> Html | None:
@@ -136,15 +138,15 @@ def stage_table(stages: Sequence[Stage]) -> Html | None:
         return None
     rows = [
         (
-            one.index,
-            one.rank,
-            one.clusters or "",
-            one.between,
-            one.parameters,
-            duration(one.total),
-            *(duration(one.seconds[kind]) if kind in one.seconds else "" for kind in Kind),
+            stage.index,
+            stage.rank,
+            stage.clusters or "",
+            stage.between,
+            stage.parameters,
+            duration(stage.total),
+            *(duration(stage.seconds[kind]) if kind in stage.seconds else "" for kind in Kind),
         )
-        for one in stages
+        for stage in stages
     ]
     head = ("stage", "rank", "clusters", "modules", "parameters", "time of a microbatch")
     return table(rows, (*head, *(kind.value for kind in Kind)), "Stages")
@@ -154,10 +156,11 @@ def stage_figure(stages: Sequence[Stage], program: Program | None) -> Figure | N
     """Stages from left to right, each in the row of its rank."""
     if not stages or program is None:
         return None
-    ranks = 1 + max(one.rank for one in stages)
-    places = {one.index: (one.index, one.rank) for one in stages}
-    mean = statistics.fmean(one.total for one in stages) or 1.0
-    shares = [one.total / mean for one in stages]
+    ranks = 1 + max(stage.rank for stage in stages)
+    places = {stage.index: (stage.index, stage.rank) for stage in stages}
+    mean = statistics.fmean(stage.total for stage in stages) or 1.0
+    shares = [stage.total / mean for stage in stages]
+    # Where all stages take about as long, none shall stand out.
     spread = max(0.1, *(abs(share - 1) for share in shares))
     edges = _edges(places, _sent(program))
     bar = {"tickformat": ".2f", "thickness": 10, "orientation": "h", "len": 0.5, "x": 1}
@@ -166,11 +169,11 @@ def stage_figure(stages: Sequence[Stage], program: Program | None) -> Figure | N
     nodes = {
         "type": "scatter",
         "mode": "markers+text",
-        "x": [one.index for one in stages],
-        "y": [one.rank for one in stages],
-        "text": [str(one.index) for one in stages],
+        "x": [stage.index for stage in stages],
+        "y": [stage.rank for stage in stages],
+        "text": [str(stage.index) for stage in stages],
         "textfont": {"color": "#000000"},
-        "hovertext": [_hover(one, mean) for one in stages],
+        "hovertext": [_hover(stage, mean) for stage in stages],
         "hovertemplate": "%{hovertext}<extra></extra>",
         "marker": {
             "size": 30,
@@ -207,15 +210,17 @@ def stage_figure(stages: Sequence[Stage], program: Program | None) -> Figure | N
     return Figure("stages", f"{len(stages)} stages on {ranks} ranks", [*edges, nodes], layout)
 
 
-def _hover(one: Stage, mean: float) -> str:
+def _hover(stage: Stage, mean: float) -> str:
     """plotly's own markup; it leaves out what it does not know."""
     parts = [
-        f"<b>stage {one.index}</b> on rank {one.rank}",
-        f"{one.clusters} clusters: {plain(one.between)}" if one.clusters else plain(one.between),
-        f"{one.parameters} of parameters",
-        f"{duration(one.total)} a microbatch, {one.total / mean:.2f} of the mean: "
-        + ", ".join(f"{kind.value} {duration(seconds)}" for kind, seconds in one.seconds.items()),
-        *map(plain, one.lines),
+        f"<b>stage {stage.index}</b> on rank {stage.rank}",
+        f"{stage.clusters} clusters: {plain(stage.between)}"
+        if stage.clusters
+        else plain(stage.between),
+        f"{stage.parameters} of parameters",
+        f"{duration(stage.total)} a microbatch, {stage.total / mean:.2f} of the mean: "
+        + ", ".join(f"{kind.value} {duration(seconds)}" for kind, seconds in stage.seconds.items()),
+        *map(plain, stage.lines),
     ]
     return "<br>".join(part for part in parts if part)
 
@@ -251,6 +256,7 @@ def _edges(
             f"back {size(back)}"
         )
     drawn = {"type": "scatter", "mode": "lines", "hoverinfo": "skip", **lines}
+    # More texts would lie on one another; all can be pointed at.
     labels = {"type": "scatter", "mode": "markers+text" if len(forward) <= 24 else "markers"}
     return [
         {**drawn, "line": {"width": 1.2, "color": "#888888"}},

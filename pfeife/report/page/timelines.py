@@ -22,12 +22,12 @@ _MANY = 2_000  # spans of a run
 _LETTERED = 700  # computations that are numbered by their microbatches
 
 
-def ticks(ranks: Sequence[int], said: Mapping[int, str]) -> dict[str, Any]:
+def ticks(ranks: Sequence[int], labels: Mapping[int, str]) -> dict[str, Any]:
     """An axis with a row for each rank, the first above, and what is said of some of them."""
     return {
         "range": [len(ranks) - 0.4, -0.6],
         "tickvals": list(range(len(ranks))),
-        "ticktext": [f"rank {rank}{said.get(rank, '')}" for rank in ranks],
+        "ticktext": [f"rank {rank}{labels.get(rank, '')}" for rank in ranks],
         "zeroline": False,
         "showgrid": False,
     }
@@ -38,9 +38,9 @@ def timelines(sides: Sides) -> Html | None:
     if not sides:
         return None
     shares = {name: idle(run.timeline) for name, run in sides}
-    ranks = sorted({rank for found in shares.values() for rank in found})
+    ranks = sorted({rank for by_rank in shares.values() for rank in by_rank})
     rows = [
-        (rank, *(f"{100 * found.get(rank, 1.0):.1f} %" for found in shares.values()))
+        (rank, *(f"{100 * by_rank.get(rank, 1.0):.1f} %" for by_rank in shares.values()))
         for rank in ranks
     ]
     head = ("rank", *(f"computes nothing, {name}" for name in shares))
@@ -56,33 +56,38 @@ def timeline_figure(sides: Sides) -> Figure | None:
     places = _places(len(sides))
     data, drawn = list[dict[str, Any]](), list[dict[str, Any]]()
     for index, (name, run) in enumerate(sides):
-        found = sorted(spans(run.timeline), key=lambda one: (one.rank, one.start))
+        run_spans = sorted(spans(run.timeline), key=lambda span: (span.rank, span.start))
         for what in What:
-            mine = [one for one in found if one.what == what]
-            if not mine:
+            kind_spans = [span for span in run_spans if span.what == what]
+            if not kind_spans:
                 continue
-            is_first = all(one.get("legendgroup") != what for one in data)
-            data.append(_trace(what, len(found) > _MANY) | {"showlegend": is_first})
+            # One entry in the legend for a kind, which hides it in all runs.
+            is_first = all(trace.get("legendgroup") != what for trace in data)
+            # page.js gives corners to these traces by the spans in `drawn`: both are in the same
+            # order.
+            data.append(_trace(what, len(run_spans) > _MANY) | {"showlegend": is_first})
             drawn.append(
                 {
                     "side": name,
                     "what": what,
                     "middle": places[index][0],
                     "half": places[index][1] * _HALF.get(what, 1.0),
-                    "rows": [rows[one.rank] for one in mine],
-                    "starts": [ms(one.start) for one in mine],
-                    "ends": [ms(one.end) for one in mine],
-                    "actions": [str(one.action) for one in mine],
+                    "rows": [rows[span.rank] for span in kind_spans],
+                    "starts": [ms(span.start) for span in kind_spans],
+                    "ends": [ms(span.end) for span in kind_spans],
+                    "actions": [str(span.action) for span in kind_spans],
                 }
             )
         if run.path is not None:
             middle, half = places[index]
             data += _path(run.path, rows, middle - 0.75 * half)
-        data += _numbers(found, rows, places[index][0], 0.011 * whole(sides))
+        data += _numbers(run_spans, rows, places[index][0], 0.011 * whole(sides))
     label = f"Timeline of {len(ranks)} ranks, {' and '.join(name for name, _ in sides)}"
     height = len(ranks) * (26 if len(sides) == 1 else 44)
     layout = {**layout_of(sides, height), "hovermode": False, "dragmode": "zoom"}
     layout["yaxis"] = {**ticks(ranks, _bubbles(sides)), "fixedrange": True}
+    # How wide the narrowest number's box is, from which page.js sees if there is room for two
+    # digits.
     numbered = [*(_narrowest(run.timeline, 0.011 * whole(sides)) for _, run in sides)]
     more = {"spans": drawn, "ranks": ranks, "numbered": min(numbered)}
     return Figure("timeline", label, data, layout, more)
@@ -100,11 +105,11 @@ def layout_of(sides: Sides, height: int) -> dict[str, Any]:
 
 def _bubbles(sides: Sides) -> dict[int, str]:
     """By ranks, their bubbles in brackets."""
-    found: dict[int, list[str]] = {}
+    percents: dict[int, list[str]] = {}
     for _, run in sides:
         for rank, share in idle(run.timeline).items():
-            found.setdefault(rank, []).append(f"{100 * share:.0f}")
-    return {rank: f" ({', '.join(shares)} %)" for rank, shares in found.items()}
+            percents.setdefault(rank, []).append(f"{100 * share:.0f}")
+    return {rank: f" ({', '.join(shares)} %)" for rank, shares in percents.items()}
 
 
 def _places(count: int) -> list[tuple[float, float]]:
@@ -113,10 +118,12 @@ def _places(count: int) -> list[tuple[float, float]]:
 
 
 def ms(seconds: float) -> float:
+    """Seconds in ms, with as many digits as a drawing needs."""
     return float(f"{1e3 * seconds:.7g}")
 
 
 def whole(sides: Sides) -> float:
+    """The ms of the longest run, never 0."""
     return ms(max((run.timeline.seconds for _, run in sides), default=0.0)) or 1.0
 
 
@@ -150,19 +157,21 @@ def _path(path: Timeline, rows: dict[int, int], height: float) -> list[dict[str,
 
 
 def _numbers(
-    found: Sequence[Span], rows: dict[int, int], middle: float, room: float
+    run_spans: Sequence[Span], rows: dict[int, int], middle: float, room: float
 ) -> list[dict[str, Any]]:
     """The microbatches, where there is room for them (in ms)."""
-    mine = [one for one in found if one.what in COMPUTES and ms(one.end - one.start) > room]
-    if not mine or len(mine) > _LETTERED:
+    numbered = [
+        span for span in run_spans if span.what in COMPUTES and ms(span.end - span.start) > room
+    ]
+    if not numbered or len(numbered) > _LETTERED:
         return []
     return [
         {
             "type": "scatter",
             "mode": "text",
-            "x": [ms((one.start + one.end) / 2) for one in mine],
-            "y": [rows[one.rank] + middle for one in mine],
-            "text": [str(one.action.microbatch) for one in mine],
+            "x": [ms((span.start + span.end) / 2) for span in numbered],
+            "y": [rows[span.rank] + middle for span in numbered],
+            "text": [str(span.action.microbatch) for span in numbered],
             "textfont": {"size": 10, "color": "#000000"},
             "hoverinfo": "skip",
             "showlegend": False,
@@ -173,4 +182,4 @@ def _numbers(
 def _narrowest(timeline: Timeline, room: float) -> float:
     """The ms of the shortest computation that is numbered; `room` if there is none."""
     long = [ms(e.end - e.start) for e in timeline.events if e.action.do.kind]
-    return min((one for one in long if one > room), default=room)
+    return min((duration for duration in long if duration > room), default=room)

@@ -24,7 +24,7 @@ def comparable(text: str) -> str:
     >>> comparable("# File: /mnt/a b/net.py:4 in forward, code: x/y")
     '# File: net.py:4 in forward, code: x/y'
     """
-    return _FOLDER.sub(lambda found: f"File{found[1] or found[2]}", text)
+    return _FOLDER.sub(lambda match: f"File{match[1] or match[2]}", text)
 
 
 @attrs.frozen
@@ -35,10 +35,11 @@ class Agreed:
     notes: tuple[str, ...]
 
 
-def disagreement(told: Sequence[str], groups: Sequence[Sequence[int]] = ()) -> str:
+def disagreement(reports: Sequence[str], groups: Sequence[Sequence[int]] = ()) -> str:
     """Why ranks do not agree, from every rank's reason not to go on, if it has one, what it has
     told of what, and what it has told its group."""
-    causes, places, texts, owned = zip(*(one.split("\0", 3) for one in told), strict=True)
+    causes, places, texts, owned = zip(*(report.split("\0", 3) for report in reports), strict=True)
+    # In this order: a refusal explains all else, and at different places texts differ anyway.
     for rank, cause in enumerate(causes):
         if cause:
             return f"rank {rank}: {cause}"
@@ -48,36 +49,37 @@ def disagreement(told: Sequence[str], groups: Sequence[Sequence[int]] = ()) -> s
                 f"rank {rank} is at {place} and rank 0 at {places[0]}: every rank must make the "
                 "same calls, in the same order"
             )
-    given = "the batch of its replica" if groups else "the whole batch"
-    for each, ranks in ((texts, range(len(told))), *((owned, group) for group in groups)):
+    batch = "the batch of its replica" if groups else "the whole batch"
+    for rank_texts, ranks in ((texts, range(len(reports))), *((owned, group) for group in groups)):
         first, *rest = ranks
-        same = [comparable(one) for one in each]
-        others = [rank for rank in rest if same[rank] != same[first]]
-        if others:
-            here, there = _first_difference(each[first], each[others[0]])
+        same = [comparable(text) for text in rank_texts]
+        differing = [rank for rank in rest if same[rank] != same[first]]
+        if differing:
+            here, there = _first_difference(rank_texts[first], rank_texts[differing[0]])
             return (
-                f"{places[0]}: ranks {others} have another one than rank {first}: rank {others[0]} "
-                f"has {there} where rank {first} has {here}; every rank must run the same "
-                f"script with the same options and versions, and is given {given} (loaders that "
-                "deal rows out to processes, as Accelerate's do, do not: see pfeife.integrations)"
+                f"{places[0]}: ranks {differing} have another one than rank {first}: rank "
+                f"{differing[0]} has {there} where rank {first} has {here}; every rank must run "
+                f"the same script with the same options and versions, and is given {batch} "
+                "(loaders that deal rows out to processes, as Accelerate's do, do not: see "
+                "pfeife.integrations)"
             )
     raise AssertionError("all ranks agree")
 
 
-def _first_difference(one: str, other: str) -> tuple[str, str]:
-    lines, others = one.splitlines(), other.splitlines()
-    for at, (line, second) in enumerate(zip(lines, others, strict=False)):
-        if comparable(line) != comparable(second):
-            return _told(lines, at), _told(others, at)
-    return f"{len(lines)} lines", f"{len(others)} lines"
+def _first_difference(first: str, second: str) -> tuple[str, str]:
+    lines, other_lines = first.splitlines(), second.splitlines()
+    for at, (line, other_line) in enumerate(zip(lines, other_lines, strict=False)):
+        if comparable(line) != comparable(other_line):
+            return _told(lines, at), _told(other_lines, at)
+    return f"{len(lines)} lines", f"{len(other_lines)} lines"
 
 
 def _told(lines: Sequence[str], at: int) -> str:
     """A line of a text, and the user's line that it comes from, where torch.fx tells of one."""
     line, above = lines[at].strip(), ""
-    for one in reversed(lines[:at]):
-        if one.strip().startswith("#") or not one.strip():
-            above = one.strip()
+    for earlier in reversed(lines[:at]):
+        if earlier.strip().startswith("#") or not earlier.strip():
+            above = earlier.strip()
             break
     place = f" ({above.removeprefix('# ')})" if above.startswith("# File: ") else ""
     return f"{line!r}{place}"

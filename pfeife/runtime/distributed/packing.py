@@ -16,27 +16,27 @@ def room(sizes: Iterable[int]) -> int:
 
 def empty(tensors: Sequence[torch.Tensor], device: torch.device | str = "cpu") -> torch.Tensor:
     """Room for the message of such tensors, on a device."""
-    return torch.empty(room(one.nbytes for one in tensors), dtype=torch.uint8, device=device)
+    return torch.empty(room(tensor.nbytes for tensor in tensors), dtype=torch.uint8, device=device)
 
 
 def pack(tensors: Sequence[torch.Tensor], device: torch.device | str = "cpu") -> torch.Tensor:
     """The values of tensors as one message, on a device."""
-    found = empty(tensors, device)
+    message = empty(tensors, device)
     at = 0
-    for one in tensors:
-        found[at : at + one.nbytes] = as_bytes(one.detach().to(device).contiguous())
-        at += _rounded(one.nbytes)
-    return found
+    for tensor in tensors:
+        message[at : at + tensor.nbytes] = as_bytes(tensor.detach().to(device).contiguous())
+        at += _rounded(tensor.nbytes)
+    return message
 
 
 def unpack(message: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """Writes the values of a message to tensors."""
     at = 0
     with torch.no_grad():
-        for one in tensors:
-            dense = message[at : at + one.nbytes].view(one.dtype).reshape(one.shape)
-            one.copy_(dense)
-            at += _rounded(one.nbytes)
+        for tensor in tensors:
+            dense = message[at : at + tensor.nbytes].view(tensor.dtype).reshape(tensor.shape)
+            tensor.copy_(dense)
+            at += _rounded(tensor.nbytes)
 
 
 def _rounded(size: int) -> int:

@@ -92,9 +92,9 @@ class Peers:
         self.connections: dict[tuple[tuple[int, ...], str], Connection] = {}
         self.ending: list[threading.Thread] = []  # in which NCCL ends connections
         self.ends, self.reducer = Ends(self), Reducer(device)
-        own = dist.PrefixStore(f"world {self.generation}", self.beside)
+        monitor_store = dist.PrefixStore(f"world {self.generation}", self.beside)
         self.lifelines: Lifelines = before.lifelines if before else Lifelines(self.beside)
-        self.monitor = Monitor(own, self.rank, self.size, self._look, self._hear)
+        self.monitor = Monitor(monitor_store, self.rank, self.size, self._look, self._hear)
         self.torn: dict[int, RuntimeError] = {}  # ranks that the service has lost, and how
         self.watch = WaitWatchdog(
             self.monitor, lambda: self.timeout, self._look, self.stop, self._seen_to_go
@@ -114,8 +114,12 @@ class Peers:
     def streams(self) -> int:
         """Under NCCL, of this rank: that which computes, that which reduces, and one for each
         connection."""
-        mine = [one for one in self.connections.values() if one.mine and one.nccl]
-        return 2 + len(mine)
+        connections = [
+            connection
+            for connection in self.connections.values()
+            if connection.mine and connection.nccl
+        ]
+        return 2 + len(connections)
 
     @property
     def patience(self) -> tuple[timedelta, ...]:
@@ -130,10 +134,12 @@ class Peers:
         the world make new ones, in one order, and connect there."""
         key = (tuple(ranks), purpose)
         if key not in self.connections:
-            own = dist.PrefixStore(f"world {self.generation}", self.store)
+            prefixed = dist.PrefixStore(f"world {self.generation}", self.store)
             gloo = None if self.nccl and device is None else self.gloo
             try:
-                made = Connection(ranks, device or self.device, self.timeout, own, purpose, gloo)
+                made = Connection(
+                    ranks, device or self.device, self.timeout, prefixed, purpose, gloo
+                )
                 self.connections[key] = made
             except RuntimeError as error:
                 raise self.lost(None, error) from error
@@ -197,6 +203,7 @@ class Peers:
         """Stops all ranks; returns the first failure that was announced, which may be another."""
         if self.failure is None:
             self.failure = self.monitor.announce(failure)
+        # A copy of the list: another thread may be making a connection.
         for connection in list(self.connections.values()):
             connection.cut()
         return self.failure
@@ -292,9 +299,9 @@ class Peers:
 
     def gather(self, value: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's tensor of the same shape and dtype, on every rank."""
-        found = [torch.empty_like(value) for _ in range(self.size)]
-        self.wait(self.connection.group.allgather([found], [value]), of_all=True)
-        return found
+        gathered = [torch.empty_like(value) for _ in range(self.size)]
+        self.wait(self.connection.group.allgather([gathered], [value]), of_all=True)
+        return gathered
 
     def from_rank_zero(self, text: str) -> str:
         """Rank 0's text, on every rank (collective)."""
@@ -333,12 +340,12 @@ class Peers:
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
         padded[: len(data)] = data
         parts = zip(self.gather(padded), sizes, strict=True)
-        return [bytes(one[:size].tolist()).decode() for one, size in parts]
+        return [bytes(part[:size].tolist()).decode() for part, size in parts]
 
     def _bytes(self, text: str) -> torch.Tensor:
         data = bytearray(_encoded(text))
-        found = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0)
-        return found.to(self.device, torch.uint8)
+        encoded = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0)
+        return encoded.to(self.device, torch.uint8)
 
     def check_agreement(self, text: str, what: str) -> None:
         """Raises CollectiveError on every rank unless all ranks give the same text (collective);
@@ -364,40 +371,43 @@ class Peers:
         cannot go on: with its own words there, and on the others with the rank in front."""
         # One gather of a fixed size while all goes well; the texts follow only if they differ.
         text = f"{what}\0{text}"
-        compared = (_encoded(comparable(one)) for one in (text, own))
-        digest, own_digest = (hashlib.sha256(one).digest() for one in compared)
+        compared = (_encoded(comparable(part)) for part in (text, own))
+        digest, own_digest = (hashlib.sha256(encoded).digest() for encoded in compared)
         noted = _encoded(note)
         short = noted if len(noted) < _SHORT else b""
         size = min(len(noted), _SHORT)
         data = _ADDED.pack(b"" if refused else digest, number, size, short, own_digest[:16])
-        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
-        every = (_ADDED.unpack(bytes(one.tolist())) for one in self.gather(mine))
+        packed = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
+        every = (_ADDED.unpack(bytes(row.tolist())) for row in self.gather(packed))
         digests, numbers, sizes, shorts, owned = zip(*every, strict=True)
+        # Digests of zeros are equal where no rank can go on.
         alike = len(set(digests)) == 1 and any(digests[0])
-        if not (alike and all(len({owned[one] for one in group}) == 1 for group in groups)):
+        if not (alike and all(len({owned[rank] for rank in group}) == 1 for group in groups)):
             cause = f"{type(refused).__name__}: {refused}" if refused else ""
-            told = self.from_all_ranks(f"{cause}\0{text}\0{own}")
+            reports = self.from_all_ranks(f"{cause}\0{text}\0{own}")
             raise CollectiveError(
-                str(refused) if refused else disagreement(told, groups)
+                str(refused) if refused else disagreement(reports, groups)
             ) from refused
         if max(sizes) == _SHORT:
             return Agreed(numbers, tuple(self.from_all_ranks(note)))
-        notes = (one[:size].decode() for one, size in zip(shorts, sizes, strict=True))
+        notes = (encoded[:size].decode() for encoded, size in zip(shorts, sizes, strict=True))
         return Agreed(numbers, tuple(notes))
 
     def differing(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
         """Names of the tensors that are not the same on all ranks, by checksums (collective)."""
         if not tensors:
             return []
-        found = self.checksums(tensors.values())
-        wrong = torch.stack([other != found[0] for other in found]).any(0).tolist()
+        sums = self.checksums(tensors.values())
+        wrong = torch.stack([rank_sums != sums[0] for rank_sums in sums]).any(0).tolist()
         return [name for name, differs in zip(tensors, wrong, strict=True) if differs]
 
     def checksums(self, tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
         """Those of some tensors, one at least, on every rank; -1 for None and for what is absent
         (collective)."""
-        found = [-1 if one is None or is_absent(one) else checksum(one) for one in tensors]
-        return self.gather(torch.tensor(found, device=self.device))
+        sums = [
+            -1 if tensor is None or is_absent(tensor) else checksum(tensor) for tensor in tensors
+        ]
+        return self.gather(torch.tensor(sums, device=self.device))
 
     def _end_threads(self) -> None:
         self.monitor.ask(lambda: leave(self.monitor.store, self.rank, OVER))

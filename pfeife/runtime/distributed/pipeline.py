@@ -101,47 +101,53 @@ class DistributedPipeline(Pipeline["DistributedStep"]):
         """The microbatches that a rank is given."""
         if not self.apart:
             return range(self.microbatches)
-        each, (replica, _) = self.schedule.microbatches, self.mesh.place(self._world().rank)
-        return range(replica * each, (replica + 1) * each)
+        share, (replica, _) = self.schedule.microbatches, self.mesh.place(self._world().rank)
+        return range(replica * share, (replica + 1) * share)
 
-    def known(self, mine: Sequence[Any], of_rank_zero: bool = False) -> list[Any]:
+    def known(self, microbatches: Sequence[Any], of_rank_zero: bool = False) -> list[Any]:
         """All microbatches, as far as they are known here, of those that this rank is `given`
         (collective if these are not all, or if rank 0 alone has all their values)."""
-        found: list[Any] = [Counted(())] * self.microbatches
-        found[self.given.start : self.given.stop] = mine
+        whole: list[Any] = [Counted(())] * self.microbatches
+        whole[self.given.start : self.given.stop] = microbatches
         if not self.program.counts or not (self.apart or of_rank_zero):
-            return found
+            return whole
         world = self._world()
         with world.busy(lambda: Activity("the counts of a batch")):
             if of_rank_zero:
-                table = self._counted(mine) if world.rank == 0 else self._counts(len(mine))
+                table = (
+                    self._counted(microbatches)
+                    if world.rank == 0
+                    else self._counts(len(microbatches))
+                )
                 world.broadcast(table.view(torch.uint8), 0)
             else:
-                told = world.gather(self._counted(mine))
-                table = torch.cat([told[ranks[0]] for ranks in self.mesh.pipelines])
-        return [Counted(row.unbind(), one) for row, one in zip(table, found, strict=True)]
+                gathered = world.gather(self._counted(microbatches))
+                table = torch.cat([gathered[ranks[0]] for ranks in self.mesh.pipelines])
+        return [
+            Counted(row.unbind(), microbatch) for row, microbatch in zip(table, whole, strict=True)
+        ]
 
     def _counts(self, microbatches: int) -> torch.Tensor:
         """Room for what microbatches count."""
         shape = microbatches, len(self.program.counts)
         return torch.zeros(shape, dtype=torch.float64, device=self.device)
 
-    def _counted(self, mine: Sequence[Any]) -> torch.Tensor:
-        found = self._counts(len(mine))
-        for row, one in zip(found, mine, strict=True):
-            row.copy_(torch.stack(counts_of(self.program, one)))
-        return found
+    def _counted(self, microbatches: Sequence[Any]) -> torch.Tensor:
+        counts = self._counts(len(microbatches))
+        for row, microbatch in zip(counts, microbatches, strict=True):
+            row.copy_(torch.stack(counts_of(self.program, microbatch)))
+        return counts
 
     def reads(self, batch: Mapping[Port, torch.Tensor]) -> dict[int, list[torch.Tensor]]:
         """What of a batch each rank of the world reads: the rows of its replica's microbatches, of
         what its stages use."""
-        found: dict[int, list[torch.Tensor]] = {rank: [] for rank in range(self.mesh.size)}
+        by_rank: dict[int, list[torch.Tensor]] = {rank: [] for rank in range(self.mesh.size)}
         for port, value in batch.items():
             for rank in self._readers[port.name]:
                 for replica in range(self.mesh.replicas):
                     rows = self._rows_of(replica, port, value.detach())
-                    found[self.mesh.in_world(replica, rank)].append(rows)
-        return found
+                    by_rank[self.mesh.in_world(replica, rank)].append(rows)
+        return by_rank
 
     def _rows_of(self, replica: int, port: Port, value: torch.Tensor) -> torch.Tensor:
         if port.role != Role.BATCH or self.program.replicas == 1:
@@ -237,24 +243,24 @@ class DistributedStep(PipelineStep):
         begun = time.monotonic()
         with self.transport.world.busy(self._sharing):
             self.phases.check()
-            mine = self.pipeline.runner.result(self.step)
-            shared = self._shared(mine.outputs, Role.OUTPUT) if outputs else ()
+            rank_result = self.pipeline.runner.result(self.step)
+            shared = self._shared(rank_result.outputs, Role.OUTPUT) if outputs else ()
             finished = "backward" in self.phases.done
             shared_gradients = (
-                self._shared(mine.batch_gradients, Role.BATCH_GRADIENT) if finished else ()
+                self._shared(rank_result.batch_gradients, Role.BATCH_GRADIENT) if finished else ()
             )
             batch_gradients = averaged(self.pipeline.program, shared_gradients)
-            buffers = self._with_statistics(mine).buffers if outputs else {}
+            buffers = self._with_statistics(rank_result).buffers if outputs else {}
             # Last, since every rank waits here for all: either all have a result, or none has.
-            loss, overflow, figures = self._loss(mine)
+            loss, overflow, figures = self._loss(rank_result)
             self.spent += time.monotonic() - begun
             self._note(figures)
-            return Result(loss, shared, mine.gradients, buffers, batch_gradients, overflow)
+            return Result(loss, shared, rank_result.gradients, buffers, batch_gradients, overflow)
 
-    def _with_statistics(self, mine: Result) -> Result:
+    def _with_statistics(self, rank_result: Result) -> Result:
         program, world, mesh = self.pipeline.program, self.transport.world, self.pipeline.mesh
-        found = statistics_of_all(program, mine, world, mesh)
-        return with_statistics(program, mine, found, self.step.sizes)
+        statistics = statistics_of_all(program, rank_result, world, mesh)
+        return with_statistics(program, rank_result, statistics, self.step.sizes)
 
     def _note(self, figures: Sequence[Sequence[float]]) -> None:
         """What each rank has told of its seconds of work and its peak."""
@@ -263,33 +269,39 @@ class DistributedStep(PipelineStep):
         if self.pipeline.device.type != "cuda":
             self.waiting = tuple(max(0.0, self.spent - seconds) for seconds in worked)
 
-    def _loss(self, mine: Result) -> tuple[torch.Tensor | None, torch.Tensor, list[list[float]]]:
+    def _loss(
+        self, rank_result: Result
+    ) -> tuple[torch.Tensor | None, torch.Tensor, list[list[float]]]:
         """The mean or sum of the replicas' losses, in their order; whether any rank has a gradient
         that is not finite; the figures of each rank. Every rank gives something, those without a
         loss zero: nobody goes on before all have come."""
         program, mesh = self.pipeline.program, self.pipeline.mesh
         ports = program.ports(Role.LOSS)
         dtype = ports[0].dtype if ports else torch.uint8
-        given = torch.zeros(1, dtype=dtype, device=self.pipeline.device)
-        if mine.loss is not None:
-            given.copy_(mine.loss)
-        flag = _overflows(mine.gradients.values()).to(given.device, torch.uint8).reshape(1)
-        told = [self.worked, float(peak_bytes(given.device))]
-        figures = torch.tensor(told, dtype=torch.float64, device=given.device).view(torch.uint8)
-        parts = [figures, given.view(torch.uint8), flag]  # in this order, for the sake of alignment
-        found = self.transport.world.gather(torch.cat(parts))
-        every = torch.stack([one[: len(figures)] for one in found]).view(torch.float64).tolist()
-        overflow = torch.stack([one[-1] for one in found]).any()
+        loss = torch.zeros(1, dtype=dtype, device=self.pipeline.device)
+        if rank_result.loss is not None:
+            loss.copy_(rank_result.loss)
+        flag = _overflows(rank_result.gradients.values()).to(loss.device, torch.uint8).reshape(1)
+        measured = [self.worked, float(peak_bytes(loss.device))]
+        figures = torch.tensor(measured, dtype=torch.float64, device=loss.device).view(torch.uint8)
+        parts = [figures, loss.view(torch.uint8), flag]  # in this order, for the sake of alignment
+        gathered = self.transport.world.gather(torch.cat(parts))
+        every = (
+            torch.stack([message[: len(figures)] for message in gathered])
+            .view(torch.float64)
+            .tolist()
+        )
+        overflow = torch.stack([message[-1] for message in gathered]).any()
         if not ports:
             return None, overflow, every
         first = owner(program, ports[0])
-        given_by = [found[mesh.in_world(replica, first)] for replica in range(mesh.replicas)]
-        losses = [one[len(figures) : -1].clone() for one in given_by]
-        whole = [one.view(dtype).reshape(ports[0].shape_at(self.step.sizes)) for one in losses]
+        from_owners = [gathered[mesh.in_world(replica, first)] for replica in range(mesh.replicas)]
+        losses = [message[len(figures) : -1].clone() for message in from_owners]
+        whole = [data.view(dtype).reshape(ports[0].shape_at(self.step.sizes)) for data in losses]
         return (mean if program.averages else add)(whole), overflow, every
 
     def _shared(
-        self, mine: Sequence[Mapping[str, torch.Tensor]], role: Role
+        self, microbatches: Sequence[Mapping[str, torch.Tensor]], role: Role
     ) -> tuple[dict[str, torch.Tensor], ...]:
         """Every microbatch's values of a role, from the ranks that made them to all, or rows to
         those that have the same batch: one broadcast from each of these."""
@@ -299,31 +311,36 @@ class DistributedStep(PipelineStep):
             rows = role == Role.BATCH_GRADIENT or port.batch_dim is not None
             at = owner(program, port), rows and transport.within is not None
             sources.setdefault(at, []).append(port)
-        found: list[dict[str, torch.Tensor]] = [{} for _ in range(program.replicas) for _ in mine]
+        shared: list[dict[str, torch.Tensor]] = [
+            {} for _ in range(program.replicas) for _ in microbatches
+        ]
         for replica in range(program.replicas):
             for (rank, within), ports in sources.items():
+                # Rows of another replica stay there: nobody here has that batch.
                 if within and replica != transport.replica:
                     continue
                 source = transport.mesh.in_world(replica, rank)
-                keys = [(index, port) for index in range(len(mine)) for port in ports]
-                values = self._from(source, mine, keys, transport.within if within else None)
+                keys = [(index, port) for index in range(len(microbatches)) for port in ports]
+                values = self._from(
+                    source, microbatches, keys, transport.within if within else None
+                )
                 for (index, port), value in zip(keys, values, strict=True):
-                    found[replica * len(mine) + index][port.fqn] = value
-        return tuple(found)
+                    shared[replica * len(microbatches) + index][port.fqn] = value
+        return tuple(shared)
 
     def _from(
         self,
         source: int,
-        mine: Sequence[Mapping[str, torch.Tensor]],
+        microbatches: Sequence[Mapping[str, torch.Tensor]],
         keys: Sequence[tuple[int, Port]],
         among: Connection | None,
     ) -> Tensors:
         world = self.transport.world
-        told = tuple(i for i, (_, port) in enumerate(keys) if port.sized_by_data)
+        by_data = tuple(i for i, (_, port) in enumerate(keys) if port.sized_by_data)
         sizes = self.step.sizes
-        envelope = _dense(tuple((port.shape_at(sizes), port.dtype) for _, port in keys), told)
+        envelope = _dense(tuple((port.shape_at(sizes), port.dtype) for _, port in keys), by_data)
         if world.rank == source:
-            values = tuple(mine[index][port.fqn].contiguous() for index, port in keys)
+            values = tuple(microbatches[index][port.fqn].contiguous() for index, port in keys)
             for piece in envelope.pack(values):
                 world.broadcast(piece, source, among)
             return values
@@ -340,16 +357,20 @@ class DistributedStep(PipelineStep):
 
 def _overflows(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     """Whether one of them is not finite."""
-    found = [one for one in gradients if one.is_floating_point() and one.layout == torch.strided]
-    largest = torch.nn.utils.get_total_norm(found, float("inf"))
+    dense = [
+        gradient
+        for gradient in gradients
+        if gradient.is_floating_point() and gradient.layout == torch.strided
+    ]
+    largest = torch.nn.utils.get_total_norm(dense, float("inf"))
     return ~largest.isfinite()
 
 
 @functools.lru_cache(maxsize=64)
 def _dense(
-    kinds: tuple[tuple[tuple[int, ...], torch.dtype], ...], told: tuple[int, ...]
+    kinds: tuple[tuple[tuple[int, ...], torch.dtype], ...], by_data: tuple[int, ...]
 ) -> Envelope:
     """The message of contiguous values of such shapes and dtypes, of which data decide the sizes
-    of those `told`; every step asks for the same."""
+    of those at the places `by_data`; every step asks for the same."""
     values = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in kinds]
-    return envelope_of(values, told)
+    return envelope_of(values, by_data)

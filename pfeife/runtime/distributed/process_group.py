@@ -38,14 +38,15 @@ def join_world(device: torch.device, timeout: float | None = None) -> World | No
         _initialize(device, limit)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    known = _worlds[0] if _worlds and _worlds[0].default is dist.group.WORLD else None
-    if known is not None and timeout is None:
-        limit = known.timeout
-    if known is not None and not (known.failure and known.raised):
-        known.timeout = limit
-        return known
-    trained = None if known else _trained_before()
-    latest = World(device, limit, known, trained)
+    current = _worlds[0] if _worlds and _worlds[0].default is dist.group.WORLD else None
+    if current is not None and timeout is None:
+        limit = current.timeout
+    # A failure that has not become an exception here yet keeps its world until it has.
+    if current is not None and not (current.failure and current.raised):
+        current.timeout = limit
+        return current
+    trained = None if current else _trained_before()
+    latest = World(device, limit, current, trained)
     for world in _worlds:
         world.close()
     _worlds[:] = [latest]
@@ -90,13 +91,16 @@ def _initialize(device: torch.device, timeout: float) -> None:
     rank = number_of("RANK", 0, size - 1)
     host = os.environ.get("MASTER_ADDR", "localhost")
     limit = timedelta(seconds=timeout)
-    mine = rank == 0 and not kept_by_torchrun()
+    keeps_store = rank == 0 and not kept_by_torchrun()
     try:
-        keeper = dist.TCPStore(host, port, size, mine, limit, False, multi_tenant=mine)
+        keeper = dist.TCPStore(
+            host, port, size, keeps_store, limit, False, multi_tenant=keeps_store
+        )
     except RuntimeError as error:
         who = "torchrun" if kept_by_torchrun() else "rank 0"
         cause = f"nobody answers at {host}:{port}, where {who} should: {error}"
         raise PipelineError(Failure(None if kept_by_torchrun() else 0, "", cause)) from None
+    # Apart from the keys of an attempt before a restart, or of a start that has failed.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"pfeife attempt {attempt}", keeper)
     store = dist.PrefixStore(f"start {rendezvous(store, rank, size, timeout)}", store)

@@ -48,13 +48,14 @@ class DistributedTransport(Buffered):
         self.replica, self.rank = mesh.place(world.rank)
         self.patience = world.patience
         self.routes = self._routes(program)
-        scratch = (one.bucket.scratch_bytes(self.replica) for one in self.routes.values())
+        scratch = (route.bucket.scratch_bytes(self.replica) for route in self.routes.values())
         self.scratch_bytes = max(scratch, default=0)  # of the largest bucket
         self.out: dict[int, Outgoing] = {}
         self.into: dict[int, Incoming] = {}
         self._connect(program)
         self.within: Connection | None = None  # None for all ranks
         for pipeline in mesh.pipelines if apart else ():
+            # All ranks make the connections of all pipelines, in one order.
             connection = world.connection_of(pipeline, "results")
             if world.rank in pipeline:
                 self.within = connection
@@ -73,10 +74,11 @@ class DistributedTransport(Buffered):
         self.buffers.forget_used()
         for end in self.out.values():
             end.forget_unused()
-        other = copy.copy(self)
-        Buffered.__init__(other)
-        other.marks = []
-        return other
+        transport = copy.copy(self)
+        # Its messages are its own; connections and buffers are those of all steps.
+        Buffered.__init__(transport)
+        transport.marks = []
+        return transport
 
     def behind(self) -> int | None:
         """The number of the action that the device is in, None if it has got all messages."""
@@ -85,7 +87,7 @@ class DistributedTransport(Buffered):
     def _routes(self, program: Program) -> dict[str, Route]:
         """How this rank's buckets travel, by their first gradients. Every set of ranks that reduces
         together has a process group, all of which are made in one order."""
-        found = {}
+        routes = {}
         for bucket in buckets_of(program):
             if bucket.sparse and self.world.nccl:
                 raise ValueError(
@@ -95,8 +97,8 @@ class DistributedTransport(Buffered):
             for members in self._members(bucket.first):
                 connection = self.world.connection_of(members, REDUCE)
                 if connection.mine:
-                    found[bucket.first.name] = Route(bucket, self.mesh, self.replica, connection)
-        return found
+                    routes[bucket.first.name] = Route(bucket, self.mesh, self.replica, connection)
+        return routes
 
     def _members(self, first: Reduction) -> list[list[int]]:
         """Ranks of the world that reduce a gradient together: of each replica, or of all."""
@@ -162,15 +164,16 @@ class DistributedTransport(Buffered):
             raise self.world.lost(self._in_world(peer), error) from error
 
     def reduce(self, bucket: Bucket, parts: Sequence[torch.Tensor]) -> Reducing:
+        """Begins to reduce a bucket, beside what the rank computes."""
         route, reducer, wait = self.routes[bucket.first.name], self.world.reducer, self.world.wait
         if bucket.sparse:
             totals = [part.coalesce() for part in parts]
             begun = reducer.begin(lambda: route.run_sparse(totals), totals)
-            names = [one.name for one in bucket.reductions]
+            names = [reduction.name for reduction in bucket.reductions]
             return Reducing(begun, wait, dict(zip(names, totals, strict=True)))
         flat = route.packed(parts)
         scratch = self.buffers.scratch(self.scratch_bytes)
-        mine = flat.new_empty(bucket.piece(self.replica)) if bucket.owned else None
-        sums = flat if mine is None else mine
-        begun = reducer.begin(lambda: route.run(flat, scratch, mine), (flat, scratch, sums))
+        owned_sum = flat.new_empty(bucket.piece(self.replica)) if bucket.owned else None
+        sums = flat if owned_sum is None else owned_sum
+        begun = reducer.begin(lambda: route.run(flat, scratch, owned_sum), (flat, scratch, sums))
         return Reducing(begun, wait, route.sums(sums), flat)

@@ -31,10 +31,10 @@ class World(Peers):
         saving, asking = self.ownership.saving, self.ownership.asking
         try:
             with self.building("the connection of the service"):
-                asked = self.connection_of(range(self.size), _ASKED, torch.device("cpu"))
+                connection = self.connection_of(range(self.size), _ASKED, torch.device("cpu"))
             self.service = asking.service = Service(
                 self,
-                asked,
+                connection,
                 self.ownership.optimizers.find,
                 asking.writes,
                 asking.renew,

@@ -12,13 +12,13 @@ from pfeife import _torch
 def check_alone(roots: Iterable[Any], tensors: Iterable[Any] = ()) -> None:
     """Raises ValueError if DDP or FSDP wraps one of these modules, or runs this call, or if one of
     the tensors is a DTensor: they need all parameters on every rank, or have parts of each."""
-    found = next(_wrappers(roots, tensors), None)
-    if found is not None:
+    wrapper = next(_wrappers(roots, tensors), None)
+    if wrapper is not None:
         raise ValueError(
-            f"{found}, and a rank of a pipeline has the parameters of its own stages alone: leave "
-            "that out (replicas= and data_parallel= do it for pipelines). Whose loop does it by "
-            "itself takes pipelined(Trainer, ...) of pfeife.integrations.transformers, Accelerator "
-            "of pfeife.integrations.accelerate, or PipelineStrategy of "
+            f"{wrapper}, and a rank of a pipeline has the parameters of its own stages alone: "
+            "leave that out (replicas= and data_parallel= do it for pipelines). Whose loop does it "
+            "by itself takes pipelined(Trainer, ...) of pfeife.integrations.transformers, "
+            "Accelerator of pfeife.integrations.accelerate, or PipelineStrategy of "
             "pfeife.integrations.lightning"
         )
 
@@ -36,9 +36,9 @@ def _wrappers(roots: Iterable[Any], tensors: Iterable[Any]) -> Iterator[str]:
                 yield _in_words(module, name, type(module.module))
             if isinstance(module, FSDPModule):
                 yield f"fully_shard (FSDP) shards {name or type(module).__name__}"
-    for one in tensors:
-        if isinstance(one, DTensor):
-            yield f"a DTensor of shape {list(one.shape)} is among the step's tensors"
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            yield f"a DTensor of shape {list(tensor.shape)} is among the step's tensors"
 
 
 def _in_words(wrapper: nn.Module, name: str, inner: type) -> str:

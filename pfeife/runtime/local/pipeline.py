@@ -47,6 +47,7 @@ class LocalWorld:
         self.failed = False
 
     def fail(self) -> None:
+        """Ends every wait of the step's threads."""
         with self.changed:
             self.failed = True
             self.changed.notify_all()
@@ -61,9 +62,10 @@ class LocalTransport:
         self.waited = 0.0  # seconds so far
 
     def expect(self, source: int, channel: Channel) -> None:
-        pass
+        """Queues need no room in advance."""
 
     def send(self, destination: int, values: Tensors, envelope: Envelope) -> None:
+        """Puts a message into the channel's queue."""
         channel = (self.offset + self.rank, self.offset + destination)
         envelope.check(values)
         ready = made_by_now(values)
@@ -72,9 +74,10 @@ class LocalTransport:
             self.world.changed.notify_all()
 
     def release(self, destination: int, count: int) -> None:
-        pass
+        """Nothing is kept of what was sent."""
 
     def receive(self, source: int) -> Tensors:
+        """The next message of the channel, which is waited for."""
         channel = (self.offset + source, self.offset + self.rank)
         with self.world.changed:
             queue = self.world.channels.setdefault(channel, deque())
@@ -86,12 +89,12 @@ class LocalTransport:
         """Adds the parts of a pipeline in rank order, then averages the pipelines in theirs; who
         comes last does so. In one process there is one optimizer, so owners do not matter."""
         with self.world.changed:
-            for one, part in zip(bucket.reductions, parts, strict=True):
-                brought = self.world.parts.setdefault(self.key(one), {})
+            for reduction, part in zip(bucket.reductions, parts, strict=True):
+                brought = self.world.parts.setdefault(self.key(reduction), {})
                 brought[self.offset + self.rank] = part
                 if len(brought) == bucket.members:
-                    total = _combined(brought, one)
-                    self.world.reduced[self.key(one)] = total, time.perf_counter()
+                    total = _combined(brought, reduction)
+                    self.world.reduced[self.key(reduction)] = total, time.perf_counter()
             self.world.changed.notify_all()
         return LocalReducing(self, bucket)
 
@@ -114,21 +117,23 @@ class LocalReducing:
 
     def __init__(self, transport: LocalTransport, bucket: Bucket):
         self.transport = transport
-        self.names = {one.name: transport.key(one) for one in bucket.reductions}
+        self.names = {reduction.name: transport.key(reduction) for reduction in bucket.reductions}
         self.ended = 0.0
 
     def wait(self) -> dict[str, torch.Tensor]:
+        """The sums, once all ranks have brought their parts."""
         world, device = self.transport.world, self.transport.device
         with world.changed:
             keys = self.names.values()
             self.transport.wait_until(lambda: all(key in world.reduced for key in keys))
-            found = {name: world.reduced[key][0] for name, key in self.names.items()}
+            sums = {name: world.reduced[key][0] for name, key in self.names.items()}
             self.ended = max(world.reduced[key][1] for key in keys)
-        return found if device is None else {n: one.to(device) for n, one in found.items()}
+        return sums if device is None else {n: total.to(device) for n, total in sums.items()}
 
 
 def _combined(parts: Mapping[int, torch.Tensor], reduction: Reduction) -> torch.Tensor:
     ranks = len(reduction.ranks)
+    # By the ranks of all replicas: those of a pipeline follow one another.
     ordered = [parts[rank] for rank in sorted(parts)]
     ordered = [part.to(ordered[0].device) for part in ordered]
     sums = [add(ordered[start : start + ranks]) for start in range(0, len(ordered), ranks)]
@@ -157,9 +162,9 @@ class LocalPipeline(Pipeline["LocalStep"]):
         if program.replicas > 1:  # they share bodies
             _torch.write(program.module)
         self.devices: Sequence[torch.device | None] = devices or [None] * ranks
-        self.copies = [None if one is None else PeerCopies(one) for one in self.devices]
-        known = acknowledged(schedule)
-        self.runners = [RankRunner(program, schedule, r, bodies, known) for r in range(ranks)]
+        self.copies = [None if device is None else PeerCopies(device) for device in self.devices]
+        arrivals = acknowledged(schedule)
+        self.runners = [RankRunner(program, schedule, r, bodies, arrivals) for r in range(ranks)]
         self.gradients = frozenset().union(*(trained_on(program, r) for r in range(ranks)))
         self.threads = Threads([*range(ranks)] * program.replicas)
 
@@ -186,8 +191,8 @@ class LocalStep(PipelineStep):
             for runner in pipeline.runners
         ]
         self.steps = [step for _, step in self.runners]
-        given = {device for device in pipeline.devices if device is not None}
-        self.places = given or {port.device for port in self.program.ports(Role.PARAMETER)}
+        devices = {device for device in pipeline.devices if device is not None}
+        self.places = devices or {port.device for port in self.program.ports(Role.PARAMETER)}
         self.worked = [0.0] * len(self.runners)  # seconds of each thread that are not waiting
         self.spent = 0.0
 
@@ -203,8 +208,8 @@ class LocalStep(PipelineStep):
             values | moved({n: v for n, v in values.items() if n in reads}, device)
             for values in map(dict, part.inputs)
         ]
-        mine = {port.fqn: state[port.fqn] for port in runner.state}
-        return runner.start(moved(mine, device), attrs.evolve(part, inputs=inputs), transport)
+        rank_state = {port.fqn: state[port.fqn] for port in runner.state}
+        return runner.start(moved(rank_state, device), attrs.evolve(part, inputs=inputs), transport)
 
     def run(
         self, *, forward: bool = True, backward: bool = True, watch: Watch | None = None

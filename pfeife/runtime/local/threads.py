@@ -59,6 +59,7 @@ class Caller:
         torch.set_num_threads(self.kernel_threads)
         torch.set_flush_denormal(self.flushes)
         with contextlib.ExitStack() as entered:
+            # The device comes last: what is entered last makes its GPU the current one.
             for place in sorted(self.streams, key=lambda place: place == device):
                 entered.enter_context(torch.cuda.stream(self.streams[place]))
             yield

@@ -81,18 +81,18 @@ class Account:
     ) -> list[int]:
         """For every rank the bytes that it needs however few microbatches are in flight."""
         units = units_of(stage_of, len(stage_ranks))
-        found = []
+        totals = []
         for rank in range(1 + max(stage_ranks)):
-            mine = [units[stage] for stage, at in enumerate(stage_ranks) if at == rank]
-            together = self.held(sorted(itertools.chain(*mine)))
-            most = max((self.held(stage).temporaries for stage in mine), default=0)
-            found.append(together.state + most + posted(together, len(mine), microbatches))
-        return found
+            rank_stages = [units[stage] for stage, at in enumerate(stage_ranks) if at == rank]
+            together = self.held(sorted(itertools.chain(*rank_stages)))
+            most = max((self.held(stage).temporaries for stage in rank_stages), default=0)
+            totals.append(together.state + most + posted(together, len(rank_stages), microbatches))
+        return totals
 
     def saved(self, units: Sequence[int], relief: Relief = NO_RELIEF) -> int:
         """Bytes of a microbatch from a stage's forward to its backward."""
-        found, less = self.held(units), relief.of(units)
-        return max(found.saved - less, found.kept - less, 0)
+        footprint, less = self.held(units), relief.of(units)
+        return max(footprint.saved - less, footprint.kept - less, 0)
 
     def needed(
         self,
@@ -103,10 +103,10 @@ class Account:
     ) -> list[int]:
         """For every rank the bytes with `in_flight[stage]` microbatches between the forward and the
         backward of each of its stages."""
-        found = self.always(stage_of, stage_ranks, microbatches)
+        totals = self.always(stage_of, stage_ranks, microbatches)
         for stage, units in enumerate(units_of(stage_of, len(stage_ranks))):
-            found[stage_ranks[stage]] += in_flight[stage] * self.saved(units)
-        return found
+            totals[stage_ranks[stage]] += in_flight[stage] * self.saved(units)
+        return totals
 
 
 def held_from(work: Workload, first: int) -> Iterator[Footprint]:
@@ -133,7 +133,7 @@ class _Growing:
     @property
     def held(self) -> Footprint:
         calls = (self._made[kind] + most for kind, most in self._most.items())
-        sums = {role: found.bytes for role, found in self._sums.items()}
+        sums = {role: total.bytes for role, total in self._sums.items()}
         return Footprint(state=self.state, temporaries=max(calls, default=0), **sums)
 
     def add(self, unit: int) -> None:
@@ -153,8 +153,11 @@ class _Growing:
     def _count(self, index: int, flow: Flow) -> None:
         before, now = self._roles.get(index, frozenset()), _roles(flow, self.units)
         self._roles[index] = now
+        # With another cluster beside it a value may lose a role, too: it is not sent to its reader.
         for role in before ^ now:
             messages = role in ("ahead", "back")
+            # Values are sent one by one; what is saved counts once, however many look at its
+            # storage.
             key = index if messages else flow.storage
             size = flow.bytes if messages else flow.storage.bytes if flow.storage else 0
             self._sums[role].change(key, size, 1 if role in now else -1)
@@ -163,17 +166,17 @@ class _Growing:
 def _roles(flow: Flow, units: set[int]) -> frozenset[str]:
     """What a value is for clusters that are together."""
     forward, made = flow.kind == Kind.FORWARD, flow.unit in units
-    mine = {kind for unit, kind in flow.readers if unit in units}
-    found = set()
-    if forward and mine - {Kind.FORWARD}:
-        found |= {"late", "saved"}
-    if Kind.WEIGHT_BACKWARD in mine:
-        found |= {"kept"}
+    kinds = {kind for unit, kind in flow.readers if unit in units}
+    roles = set()
+    if forward and kinds - {Kind.FORWARD}:
+        roles |= {"late", "saved"}
+    if Kind.WEIGHT_BACKWARD in kinds:
+        roles |= {"kept"}
     if forward and made and any(k == Kind.FORWARD and u not in units for u, k in flow.readers):
-        found |= {"saved"}
-    if not made and (Kind.FORWARD in mine if forward else mine):
-        found |= {"ahead" if forward else "back"}
-    return frozenset(found)
+        roles |= {"saved"}
+    if not made and (Kind.FORWARD in kinds if forward else kinds):
+        roles |= {"ahead" if forward else "back"}
+    return frozenset(roles)
 
 
 class _Distinct:
@@ -189,22 +192,22 @@ class _Distinct:
         self.bytes += size * ((before + by > 0) - (before > 0))
 
 
-def posted(found: Footprint, stages: int, microbatches: int) -> int:
+def posted(footprint: Footprint, stages: int, microbatches: int) -> int:
     """Bytes of the messages that have buffers before they arrive, as many for each microbatch as
     there are stages: as if forwards received of one rank alone, and backwards of another."""
-    sizes = (size for size in (found.ahead, found.back) if size)
+    sizes = (size for size in (footprint.ahead, footprint.back) if size)
     return sum(window([size // stages] * stages, microbatches) for size in sizes)
 
 
 def with_left_out(figures: Iterable[int], left_out: Sequence[int]) -> list[int]:
     """Bytes of ranks with those that are in no sum, of as many ranks as these are known of."""
     less = dict(enumerate(left_out))
-    return [one + less.get(rank, 0) for rank, one in enumerate(figures)]
+    return [figure + less.get(rank, 0) for rank, figure in enumerate(figures)]
 
 
 def units_of(stage_of: Sequence[int], stages: int) -> list[list[int]]:
     """The clusters of every stage."""
-    found: list[list[int]] = [[] for _ in range(stages)]
+    units: list[list[int]] = [[] for _ in range(stages)]
     for unit, stage in enumerate(stage_of):
-        found[stage].append(unit)
-    return found
+        units[stage].append(unit)
+    return units

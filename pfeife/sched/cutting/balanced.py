@@ -55,23 +55,28 @@ class Cutter:
 
     @cached_property
     def clusters(self) -> Clusters:
+        """Seconds of clusters, and what crosses their borders."""
         return clusters_of(self.account.work)
 
     @cached_property
     def edges(self) -> list[int]:
+        """Where a stage may start or end: 0, the open borders, the number of clusters."""
         work = self.account.work
         return [0, *open_borders(work.units, work.blocked), work.units]
 
     @cached_property
     def times(self) -> StageTimes:
+        """Seconds of every stage between any two edges."""
         return StageTimes(self.account.work, self.edges, self.stage_ranks, self.borders)
 
     @cached_property
     def borders(self) -> tuple[Border | None, ...]:
+        """By stage the link with the stage before it."""
         return borders_of(self.stage_ranks, self.machine, self.network)
 
     @cached_property
     def memory(self) -> "_Memory":
+        """Bytes of stages between any two edges, and of ranks."""
         return _Memory(
             self.account,
             self.edges,
@@ -83,6 +88,7 @@ class Cutter:
 
     @cached_property
     def shares(self) -> list[np.ndarray]:
+        """Bytes of every stage with its part of its rank's, endless far beyond the limit."""
         return self.memory.shares(self.limit)
 
     def even(self) -> tuple[int, ...]:
@@ -98,14 +104,16 @@ class Cutter:
         def fastest(room: float) -> list[int] | None:
             return evenest(self.edges, stages, lambda stage: self._within(stage, room))
 
-        found = _roomy(fastest, self.memory.worst, self.limit)
-        if found is None:
+        starts = _roomy(fastest, self.memory.worst, self.limit)
+        if starts is None:
+            # None was found. The roomiest one shows if any fits, and what it lacks where none does;
+            # it starts where the fullest stage is as small as can be.
             every = self.memory.shares(math.inf)
             _, start = worst_of(self.edges, stages, every.__getitem__) or (math.inf, [])
-            found = roomiest(self.clusters, start, self.memory.worst, self.limit)
-            if self.lacking(found) > 0:
-                raise _refusal(self.clusters, stages, self.limit, self.lacking(found))
-        return stages_from(found, units)
+            starts = roomiest(self.clusters, start, self.memory.worst, self.limit)
+            if self.lacking(starts) > 0:
+                raise _refusal(self.clusters, stages, self.limit, self.lacking(starts))
+        return stages_from(starts, units)
 
     def quiet(self, slack: float) -> tuple[int, ...] | None:
         """The cut whose messages take least, each over its own link, among those whose slowest
@@ -128,8 +136,8 @@ class Cutter:
 
             return least(self.edges, stages, messages)
 
-        found = _roomy(quietest, self.memory.worst, self.limit)
-        return None if found is None else stages_from(found, self.account.work.units)
+        starts = _roomy(quietest, self.memory.worst, self.limit)
+        return None if starts is None else stages_from(starts, self.account.work.units)
 
     def lacking(self, starts: Sequence[int]) -> float:
         """Bytes that the worst rank lacks, of the clusters at which stages start; not positive
@@ -211,13 +219,13 @@ def _spans(
     state, saved, together = (np.full((len(edges),) * 2, fill) for fill in (np.inf, 0.0, 0.0))
     place = {edge: index for index, edge in enumerate(edges)}
     for i, first in enumerate(edges[:-1]):
-        for end, found in enumerate(held_from(work, first), first + 1):
-            if found.state > most:  # it only grows
+        for end, footprint in enumerate(held_from(work, first), first + 1):
+            if footprint.state > most:  # it only grows
                 break
             if end in place:
                 j = place[end]
-                state[i, j], saved[i, j] = found.state, max(found.saved, found.kept)
-                together[i, j] = found.temporaries + posted(found, 1, microbatches)
+                state[i, j], saved[i, j] = footprint.state, max(footprint.saved, footprint.kept)
+                together[i, j] = footprint.temporaries + posted(footprint, 1, microbatches)
     return state, saved, together
 
 
@@ -256,6 +264,7 @@ def roomiest(
         return min(every, key=worst)
 
     def cost(starts: Sequence[int]) -> float:
+        # All that fit are equally good, so that it stops at the first.
         return max(worst(starts), limit)
 
     edges = [0, *allowed, len(clusters.seconds)]

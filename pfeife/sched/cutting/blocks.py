@@ -17,13 +17,13 @@ CutAt = str | Sequence[str]
 _ELEMENT = re.compile(r"(.*\.)?\d+")
 
 
-def check_cut_at(given: CutAt) -> None:
+def check_cut_at(cut_at: CutAt) -> None:
     """Raises ValueError for what is no way to say where cuts may be."""
-    listed = not isinstance(given, str) and isinstance(given, Sequence)
-    named = listed and given and all(isinstance(one, str) for one in given)
-    if given not in ("anywhere", "blocks") and not named:
+    listed = not isinstance(cut_at, str) and isinstance(cut_at, Sequence)
+    named = listed and cut_at and all(isinstance(module, str) for module in cut_at)
+    if cut_at not in ("anywhere", "blocks") and not named:
         raise ValueError(
-            f"cut_at={given!r}: must be 'anywhere', 'blocks', or a list of modules such as "
+            f"cut_at={cut_at!r}: must be 'anywhere', 'blocks', or a list of modules such as "
             "['layers.0', 'layers.1']"
         )
 
@@ -55,12 +55,13 @@ def _repeated(stacks: Iterable[Sequence[tuple[str, str]]]) -> tuple[str, ...]:
     for stack in stacks:
         for at, (path, kind) in enumerate(stack):
             if _ELEMENT.fullmatch(path):
+                # Modules inside are compared without the block's own path, in which blocks differ.
                 prefix = len(path)
                 inside[path, kind] |= {(p[prefix:], k) for p, k in stack[at + 1 :]}
     alike = Counter((_parent(p), k, frozenset(inner)) for (p, k), inner in inside.items())
     repeated = {(parent, kind) for (parent, kind, _), count in alike.items() if count > 1}
-    found = [path for path, kind in inside if (_parent(path), kind) in repeated]
-    return tuple(path for path in found if not _within(path.rpartition(".")[0], found))
+    paths = [path for path, kind in inside if (_parent(path), kind) in repeated]
+    return tuple(path for path in paths if not _within(path.rpartition(".")[0], paths))
 
 
 def closed_borders(
@@ -79,12 +80,12 @@ def closed_borders(
     modules = blocks_of(program) if cut_at == "blocks" else tuple(cut_at)
     paths = [[path for path, _ in stack] for stack in stacks]
     _check_modules(modules, cut_at, paths)
-    where = [next((path for path in each if path in set(modules)), "") for each in paths]
-    found = {
+    where = [next((path for path in stack if path in set(modules)), "") for stack in paths]
+    borders = {
         min(gap, key=lambda at: clusters.ahead[at] + clusters.back[at])
         for gap in _gaps(units, where)
     }
-    open_ = found - clusters.blocked
+    open_ = borders - clusters.blocked
     if stages > len(open_) + 1:
         raise ValueError(
             f"cut_at={cut_at!r}: {stages} stages, and between clusters there are {len(open_)} "
@@ -117,12 +118,12 @@ def _forwards(program: Program) -> tuple[list[int], list[tuple[tuple[str, str], 
 def _check_modules(
     modules: Collection[str], cut_at: CutAt, paths: Iterable[Collection[str]]
 ) -> None:
-    known = {path for each in paths for path in each}
-    missing = [one for one in modules if one not in known]
+    present = {path for stack in paths for path in stack}
+    missing = [module for module in modules if module not in present]
     if missing:
         raise ValueError(
             f"cut_at={cut_at!r}: no module {missing[0]!r} computes anything; there are "
-            f"{short(sorted(known))}"
+            f"{short(sorted(present))}"
         )
     if not modules:
         raise ValueError(

@@ -42,13 +42,13 @@ def borders_of(
 ) -> tuple[Border | None, ...]:
     """By stage what joins it with the one before it; None for the first one, and where both are on
     one rank."""
-    known: dict[tuple[int, int], Border] = {}  # the same joints make the same border
-    found: list[Border | None] = [None]
+    by_link: dict[tuple[int, int], Border] = {}  # the same joints make the same border
+    borders: list[Border | None] = [None]
     for before, here in pairwise(stage_ranks):
         if before == here:
-            found.append(None)
+            borders.append(None)
             continue
         ends = joint(machines, network, before, here), joint(machines, network, here, before)
         key = id(ends[0]), id(ends[1])
-        found.append(known.setdefault(key, Border(*ends)))
-    return tuple(found)
+        borders.append(by_link.setdefault(key, Border(*ends)))
+    return tuple(borders)

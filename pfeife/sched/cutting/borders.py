@@ -49,17 +49,17 @@ def evenest(edges: Sequence[int], stages: int, cost: Cost) -> list[int] | None:
     most = slowest[0]
 
     def allowed(stage: int) -> np.ndarray:
-        each = cost(stage)
-        return np.where(each <= most, each, np.inf)
+        costs = cost(stage)
+        return np.where(costs <= most, costs, np.inf)
 
-    even = _best(edges, stages, allowed, lambda row, each: row + each**2)
+    even = _best(edges, stages, allowed, lambda row, costs: row + costs**2)
     return even and even[1]
 
 
 def least(edges: Sequence[int], stages: int, cost: Cost) -> list[int] | None:
     """Where the stages but the first start, such that all together cost least."""
-    found = _best(edges, stages, cost, np.add)
-    return found and found[1]
+    best = _best(edges, stages, cost, np.add)
+    return best and best[1]
 
 
 def worst_of(edges: Sequence[int], stages: int, cost: Cost) -> tuple[float, list[int]] | None:
@@ -88,6 +88,7 @@ def _best(
     for before in reversed(chosen):
         at = int(before[at])
         starts.append(edges[at])
+    # Found from the last stage on; the first one's start is no border.
     return (float(row[-1]), starts[-2::-1]) if math.isfinite(row[-1]) else None
 
 
@@ -122,7 +123,7 @@ def climbed(
         moved = False
         for at, step, count in product(range(len(best)), steps, range(1, together + 1)):
             neighbours = range(at, min(at + count, len(best)))
-            tried = moved_to(edges, best, [(one, step) for one in neighbours])
-            if tried and (found := cost(tried)) < least:  # type: ignore[operator]
-                best, least, moved = tried, found, True
+            tried = moved_to(edges, best, [(border, step) for border in neighbours])
+            if tried and (total := cost(tried)) < least:  # type: ignore[operator]
+                best, least, moved = tried, total, True
     return best

@@ -46,6 +46,7 @@ def clusters_of(work: Workload, rank: int = 0) -> Clusters:
         forward = flow.kind == Kind.FORWARD
         readers = (unit for unit, kind in flow.readers if (kind == Kind.FORWARD) == forward)
         ends = [flow.unit, *readers]
+        # It crosses all borders between its ends: a step up and one down, which are added up below.
         change = ahead if forward else back
         change[min(ends)] += flow.bytes
         change[max(ends)] -= flow.bytes
@@ -106,6 +107,7 @@ class StageTimes:
             needed = between(time) + (taken.after[:, None] + self._taken(second).before)
             return np.maximum(needed, taken.arriving[:, None])
 
+        # By identity: equal links are one object (see `borders_of`), and this holds them all.
         return self._once((rank, id(first), id(second)), make)
 
     def _taken(self, border: Border | None) -> _Taken:

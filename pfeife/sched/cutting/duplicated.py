@@ -43,9 +43,10 @@ def cheap_to_recompute(
         ):
             cones[node] = frozenset({node}).union(*(cones[s] for s in node.all_input_nodes))
     cheap: set[str] = set()
-    known = {node: node_seconds(node, machine) for node in cones}
+    seconds_of = {node: node_seconds(node, machine) for node in cones}
     for node, cone in cones.items():
-        seconds = math.fsum(known[n] for n in cone)
+        seconds = math.fsum(seconds_of[n] for n in cone)
+        # Who computes it computes all of its cone, so that none of it has to be sent.
         if cone and seconds < machine.transfer_seconds(node_bytes(node)):
             cheap |= {n.name for n in cone}
     order = [node.name for node in flat.module.graph.nodes]

@@ -36,13 +36,13 @@ class Score:
         return seconds / (self.seconds or 1.0) + self.tolerance * share
 
 
-def checked_tolerance(given: float) -> float:
+def checked_tolerance(fraction: float) -> float:
     """A tolerance. Raises ValueError unless it is a fraction of a step."""
-    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given < 1:
+    if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction < 1:
         raise ValueError(
-            f"message_tolerance={given!r}: must be from 0 to 1, such as 0.01 for 1 % of the step"
+            f"message_tolerance={fraction!r}: must be from 0 to 1, such as 0.01 for 1 % of the step"
         )
-    return float(given)
+    return float(fraction)
 
 
 def message_seconds(problem: Problem) -> float:
@@ -58,38 +58,38 @@ def best_cut(
     more: Iterable[tuple[int, ...]],
     judge: Callable[[tuple[int, ...]], tuple[float, float]],
     tolerance: float,
-    each: int,
+    operations: int,
 ) -> tuple[int, ...]:
     """The cut that counts least (see `Score`) against the fastest one, of those of a cutter and
     `more`, the borders of both moved one by one as long as that helps. The cutter's own, whose
     slowest stage is the fastest, stands where it is longer by no more than the tolerance and
     another one counts less by no more than a fifth of it: it is less at the mercy of wrong costs.
 
-    `judge` has the seconds of a cut's step and of its messages, and looks at `each` operations for
-    it: what is tried depends on their number, not on a clock. Raises ValueError as `Cutter.even`
-    does.
+    `judge` has the seconds of a cut's step and of its messages, and looks at so many `operations`
+    for them: what is tried depends on their number, not on a clock. Raises ValueError as
+    `Cutter.even` does.
     """
-    first, most = cutter.even(), _MOST // max(each, 1)
-    known: dict[tuple[int, ...], tuple[float, float]] = {}
+    first, most = cutter.even(), _MOST // max(operations, 1)
+    judgements: dict[tuple[int, ...], tuple[float, float]] = {}
 
     def judged(cut: tuple[int, ...]) -> tuple[float, float]:
-        if cut not in known:
-            known[cut] = judge(cut)
-        return known[cut]
+        if cut not in judgements:
+            judgements[cut] = judge(cut)
+        return judgements[cut]
 
     for cut in chain((first,), _others(cutter, more)):
-        if len(known) > most:
+        if len(judgements) > most:
             break
         judged(cut)
 
     def least(counted: Callable[[tuple[int, ...]], float]) -> tuple[int, ...]:
-        return _moved(cutter, min(known, key=counted), counted, lambda: len(known) > most)
+        return _moved(cutter, min(judgements, key=counted), counted, lambda: len(judgements) > most)
 
     fastest = judged(least(lambda cut: judged(cut)[0]))
     score = Score(*fastest, tolerance)
-    found = least(lambda cut: score.of(*judged(cut)))
-    alike = score.of(*known[first]) <= score.of(*known[found]) + tolerance / 5
-    return first if alike and known[first][0] <= fastest[0] * (1 + tolerance) else found
+    chosen = least(lambda cut: score.of(*judged(cut)))
+    alike = score.of(*judgements[first]) <= score.of(*judgements[chosen]) + tolerance / 5
+    return first if alike and judgements[first][0] <= fastest[0] * (1 + tolerance) else chosen
 
 
 def _others(cutter: Cutter, more: Iterable[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
@@ -116,16 +116,16 @@ def _moved(
     moved = True
     while moved:
         moved = False
-        for (at, other), step in product(moves, STEPS):
+        for (at, partner), step in product(moves, STEPS):
             if over():
                 return stages_from(starts, units)
-            pair = [(at, step)] if other is None else [(at, step), (other, -step)]
+            pair = [(at, step)] if partner is None else [(at, step), (partner, -step)]
             tried = moved_to(cutter.edges, starts, pair)
             if tried is None or cutter.lacking(tried) > 0:
                 continue
-            found = counted(stages_from(tried, units))
-            if found < least * (1 - 1e-9):
-                starts, least, moved = tried, found, True
+            score = counted(stages_from(tried, units))
+            if score < least * (1 - 1e-9):
+                starts, least, moved = tried, score, True
     return stages_from(starts, units)
 
 
@@ -134,4 +134,4 @@ def _moves(stage_ranks: Sequence[int]) -> list[tuple[int, int | None]]:
     pairs = [frozenset(pair) for pair in pairwise(stage_ranks)]
     alone: list[tuple[int, int | None]] = [(at, None) for at in range(len(pairs))]
     alike = combinations(range(len(pairs)), 2)
-    return alone + [(one, two) for one, two in alike if pairs[one] == pairs[two]]
+    return alone + [(first, second) for first, second in alike if pairs[first] == pairs[second]]

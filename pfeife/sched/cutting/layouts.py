@@ -73,21 +73,21 @@ def layouts_for(account: Account, constraints: Constraints) -> list[Layout]:
     Raises TooManyStages if there are fewer clusters than stages.
     """
     clusters, units = clusters_of(account.work), account.work.units
-    found: dict[tuple, Layout] = {}
+    layouts: dict[tuple, Layout] = {}
     for placement in _placements(units, constraints):
         for cut in even_cuts(account, constraints, placement):
-            if (cut, placement) not in found:
-                found[cut, placement] = layout_of(account, constraints, cut, placement)
-    if not found:
+            if (cut, placement) not in layouts:
+                layouts[cut, placement] = layout_of(account, constraints, cut, placement)
+    if not layouts:
         raise TooManyStages(
             f"{constraints.count} stages on {constraints.ranks} ranks, but the program has only "
             f"{units} clusters to cut between"
         )
-    if all(layout.shortage > 0 for layout in found.values()) and not constraints.cuts:
+    if all(layout.shortage > 0 for layout in layouts.values()) and not constraints.cuts:
         for placement in _placements(units, constraints):
             for cut in _roomiest(account, clusters, constraints, placement):
-                found[cut, placement] = layout_of(account, constraints, cut, placement)
-    return list(found.values())
+                layouts[cut, placement] = layout_of(account, constraints, cut, placement)
+    return list(layouts.values())
 
 
 def layout_of(
@@ -97,6 +97,7 @@ def layout_of(
     placement: tuple[int, ...],
     relief: Relief = NO_RELIEF,
 ) -> Layout:
+    """A cut on a placement: the problem that it makes, and what its worst rank lacks."""
     limit, m = constraints.memory_limit, constraints.microbatches
     always = with_left_out(account.always(cut, placement, m), constraints.left_out)
     problem = stage_problem(
@@ -154,8 +155,8 @@ class Loads:
         self.clusters, self.placement = clusters_of(work), placement
         self.units = work.units
         self.before = [0.0, *accumulate(self.clusters.seconds)]
-        mine = {rank: clusters_of(work, rank).seconds for rank in work.elsewhere}
-        self.elsewhere = {rank: [0.0, *accumulate(each)] for rank, each in mine.items()}
+        seconds_on = {rank: clusters_of(work, rank).seconds for rank in work.elsewhere}
+        self.elsewhere = {rank: [0.0, *accumulate(seconds)] for rank, seconds in seconds_on.items()}
         ends = borders_of(placement, constraints.machines, constraints.network)
         self.transfers = [self._transfers(border) for border in ends]
 
@@ -178,7 +179,7 @@ class Loads:
             rank = self.placement[stage]
             before = self.elsewhere.get(rank, self.before)
             load[rank] += before[end] - before[first]
-        sent = sum(each[at] for each, at in zip(self.transfers[1:], starts, strict=True))
+        sent = sum(seconds[at] for seconds, at in zip(self.transfers[1:], starts, strict=True))
         return max(load), sent + math.sqrt(sum(value**2 for value in load))
 
     def even(self) -> list[int] | None:
@@ -190,6 +191,7 @@ class Loads:
         starts: list[int] = []
         for stage in range(1, stages):
             goal = self.before[-1] * stage / stages
+            # As many borders stay open behind it as later stages need.
             free = allowed[len(starts) : len(allowed) - (stages - 1 - stage)]
             free = [b for b in free if not starts or b > starts[-1]]
             starts.append(min(free, key=lambda b: abs(self.before[b] - goal)))
@@ -245,10 +247,11 @@ def lighter(
 ) -> list[Layout]:
     """The layouts with as little recomputed on every rank as makes room for all, half or one of
     the microbatches that want to be in flight."""
-    found = []
+    relieved = []
     for layout, share in itertools.product(layouts, (1.0, 0.5, 0.0)):
         chosen: dict[int, RecomputeOption] = {}
         for rank in range(constraints.ranks):
+            # Options save bytes of one microbatch, so what is lacking is said of one, too.
             lacking = _needed(layout, rank, share, constraints) / _wanted(share, constraints)
             units = [
                 unit
@@ -259,8 +262,8 @@ def lighter(
         if chosen:
             less = {u: options[u][0].saved - option.saved for u, option in chosen.items()}
             cut, placement = layout.stage_of, layout.problem.stage_ranks
-            found.append(layout_of(account, constraints, cut, placement, Relief(chosen, less)))
-    return found
+            relieved.append(layout_of(account, constraints, cut, placement, Relief(chosen, less)))
+    return relieved
 
 
 def _relief(

@@ -74,45 +74,52 @@ def kept_within(
     def peak(curve: MemoryCurve) -> int:
         return curve.peak + reserved_on.get(curve.rank, 0)
 
-    left_out = tuple(one + reserved_on.get(rank, 0) for rank, one in enumerate(left_out))
+    left_out = tuple(omitted + reserved_on.get(rank, 0) for rank, omitted in enumerate(left_out))
     refused: OutOfMemory | None = None
-    found: list[tuple[Plan, MemoryCurve]] = []
+    tried: list[tuple[Plan, MemoryCurve]] = []
     for _ in range(_TRIES + 1):
         try:
-            plan = make(left_out, bool(found))
+            plan = make(left_out, bool(tried))
         except OutOfMemory as error:
-            if found and refused:
+            if tried and refused:
                 break
-            refused, left_out = error, tuple(one - error.lacks for one in left_out)
+            # The sums may be wrong: once more as if there were what they lacked; the account
+            # judges.
+            refused, left_out = error, tuple(omitted - error.lacks for omitted in left_out)
             continue
-        if any(plan == other for other, _ in found):
+        if any(plan == earlier for earlier, _ in tried):
             break  # less memory changes nothing, as with cuts by hand
-        each = list(curves(plan))
-        curve = max(each, key=peak)
-        if peak(curve) <= limit and (found or refused or peak(curve) < limit / 2):
+        rank_curves = list(curves(plan))
+        curve = max(rank_curves, key=peak)
+        # A first plan that nearly fills the limit may have been kept back by sums that say too
+        # much: more of that below. One far below the limit was not.
+        if peak(curve) <= limit and (tried or refused or peak(curve) < limit / 2):
             return plan
         sums = dict(enumerate(counted(plan)))
-        now = tuple(peak(one) - sums.get(one.rank, 0) for one in each)
+        now = tuple(peak(rank_curve) - sums.get(rank_curve.rank, 0) for rank_curve in rank_curves)
         if peak(curve) <= limit:
-            said = [sums.get(rank, 0) + less for rank, less in enumerate(left_out)]
-            if not _kept_back(said, list(map(peak, each)), limit):
+            counted_bytes = [sums.get(rank, 0) + less for rank, less in enumerate(left_out)]
+            if not _kept_back(counted_bytes, list(map(peak, rank_curves)), limit):
                 return plan
             again = partial(make, now, True)
-            return _faster(plan, again, lambda other: max(map(peak, curves(other))) <= limit)
+            return _faster(
+                plan, again, lambda candidate: max(map(peak, curves(candidate))) <= limit
+            )
         log.debug("a plan needs %d bytes, counted as %d", curve.peak, sums[curve.rank])
-        left_out = tuple(map(max, left_out, now)) if found else now
-        found.append((plan, curve))
-    if not found:
+        # The most that any plan has left out, so that it does not go back and forth between two.
+        left_out = tuple(map(max, left_out, now)) if tried else now
+        tried.append((plan, curve))
+    if not tried:
         raise OutOfMemory(str(refused), refused.lacks if refused else 0) from refused
-    best = min((curve for _, curve in found), key=peak)
+    best = min((curve for _, curve in tried), key=peak)
     raise no_room(best, limited_by, limit - reserved_on.get(best.rank, 0))
 
 
-def _kept_back(said: Sequence[float], real: Sequence[float], limit: float) -> bool:
+def _kept_back(counted: Sequence[float], real: Sequence[float], limit: float) -> bool:
     """Whether sums that say too much of a rank were near the limit; a plan of which they say more
     than that was made without one."""
-    ranks = zip(said, real, strict=False)
-    return max(said) <= limit and any(sums > _NEAR * limit > peak for sums, peak in ranks)
+    ranks = zip(counted, real, strict=False)
+    return max(counted) <= limit and any(sums > _NEAR * limit > peak for sums, peak in ranks)
 
 
 def _faster(
@@ -122,13 +129,13 @@ def _faster(
 ) -> Plan:
     """Another plan, of one that was kept back by sums that say too much, if it fits as well."""
     try:
-        other = again()
+        candidate = again()
     except OutOfMemory:
         return plan
-    if other.step_seconds is None or plan.step_seconds is None:
+    if candidate.step_seconds is None or plan.step_seconds is None:
         return plan
-    shorter = other.step_seconds < plan.step_seconds
-    return other if shorter and fits(other) else plan
+    shorter = candidate.step_seconds < plan.step_seconds
+    return candidate if shorter and fits(candidate) else plan
 
 
 _ACTIVATIONS = ("saved", "passed back", "temporaries", "received", "receive buffers", "leaving")

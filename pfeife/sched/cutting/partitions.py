@@ -34,12 +34,12 @@ def partitioned(program: Program, how: Partition, stages: int) -> tuple[int, ...
     """
     units = program.units
     if callable(how):
-        found = tuple(how(program))
-        if len(found) != units:
+        stage_of = tuple(how(program))
+        if len(stage_of) != units:
             raise ValueError(
-                f"partition={how!r}: it returned {len(found)} stages for {units} clusters"
+                f"partition={how!r}: it returned {len(stage_of)} stages for {units} clusters"
             )
-        return found
+        return stage_of
     if not isinstance(how, str):
         return _by_hand(program, how)
     borders, weights = list(range(1, units)), [1.0] * units
@@ -67,9 +67,9 @@ def even(weights: Sequence[float], borders: Sequence[int], stages: int) -> tuple
 
 
 def _by_hand(program: Program, how: Sequence[int] | Sequence[str]) -> tuple[int, ...]:
-    if all(isinstance(one, str) for one in how):
-        return split_at(program, {str(one): "begin" for one in how})
-    starts = [int(one) for one in how]
+    if all(isinstance(border, str) for border in how):
+        return split_at(program, {str(module): "begin" for module in how})
+    starts = [int(start) for start in how]
     inside = range(1, program.units)
     if starts != sorted(set(starts)) or any(start not in inside for start in starts):
         raise ValueError(
@@ -82,13 +82,14 @@ def _by_hand(program: Program, how: Sequence[int] | Sequence[str]) -> tuple[int,
 def _elements(program: Program) -> list[float]:
     """By cluster the elements of trained parameters, each where it is used first."""
     trained = {port.fqn for port in program.ports(Role.GRADIENT)}
-    found = [0.0] * program.units
+    elements = [0.0] * program.units
     users = holders(program)
     for port in program.ports(Role.PARAMETER):
+        # Where nothing is trained, all parameters count.
         if users.get(port.fqn) and (port.fqn in trained or not trained):
             first = min(call.unit for call in users[port.fqn])
-            found[first] += port.bytes // port.dtype.itemsize
-    return found
+            elements[first] += port.bytes // port.dtype.itemsize
+    return elements
 
 
 def _modules(program: Program, pattern: str) -> list[int]:
@@ -99,16 +100,16 @@ def _modules(program: Program, pattern: str) -> list[int]:
         raise ValueError(f"partition='type:{pattern}': {error}") from None
     flat, groups = inline(program)
     first: dict[str, int] = {}
-    known: set[str] = set()
+    classes: set[str] = set()
     for node in flat.module.graph.nodes:
         if node.name in groups and groups[node.name].kind == Kind.FORWARD:
             for path, kind in module_stack(node):
-                known.add(kind)
+                classes.add(kind)
                 if wanted.search(kind):
                     first.setdefault(path, groups[node.name].unit)
     if not first:
         raise ValueError(
-            f"partition='type:{pattern}': no module has such a class; there are {sorted(known)}"
+            f"partition='type:{pattern}': no module has such a class; there are {sorted(classes)}"
         )
     return list(first.values())
 

@@ -87,12 +87,15 @@ def _choice(stage: "_Stage", budget: Budget) -> RecomputeOption:
 def _options(stage: "_Stage", most: int) -> tuple[RecomputeOption, ...]:
     high, low = stage.none.saved, stage.fewest.saved
     budgets = [high - (high - low) * i // (most - 1) for i in range(1, most - 1)]
-    found = [stage.none, stage.fewest, *(stage.fastest(budget) for budget in budgets)]
-    kept: list[RecomputeOption] = []
-    for one in sorted(found, key=lambda one: (one.extra_seconds, one.saved, len(one.names))):
-        if not kept or one.saved < kept[-1].saved:
-            kept.append(one)
-    return tuple(kept)
+    candidates = [stage.none, stage.fewest, *(stage.fastest(budget) for budget in budgets)]
+    # From the fastest on, those that keep fewer bytes than all before them.
+    options: list[RecomputeOption] = []
+    for option in sorted(
+        candidates, key=lambda option: (option.extra_seconds, option.saved, len(option.names))
+    ):
+        if not options or option.saved < options[-1].saved:
+            options.append(option)
+    return tuple(options)
 
 
 def cheapest(
@@ -130,6 +133,7 @@ class _Stage:
 
     @cached_property
     def none(self) -> RecomputeOption:
+        """All that the backward wants is kept."""
         return RecomputeOption(_bytes({*self.held, *map(self.storage.get, self.wanted)}))
 
     @cached_property
@@ -143,20 +147,20 @@ class _Stage:
         search ended at its limit (SEARCH_NODES), and never slower than `fewest`."""
         return self._better(self.fewest, budget)
 
-    def _better(self, known: RecomputeOption, budget: int) -> RecomputeOption:
+    def _better(self, fallback: RecomputeOption, budget: int) -> RecomputeOption:
         solved = self._solved(budget)
-        found = known if solved is None else self.option(solved)
-        allowed = found.saved <= budget and found.extra_seconds <= known.extra_seconds
-        return found if allowed else known
+        option = fallback if solved is None else self.option(solved)
+        allowed = option.saved <= budget and option.extra_seconds <= fallback.extra_seconds
+        return option if allowed else fallback
 
-    def option(self, kept: Collection[Storage]) -> RecomputeOption:
+    def option(self, storages: Collection[Storage]) -> RecomputeOption:
         """What is recomputed, and what is then really kept, if these storages may be."""
         again: set[fx.Node] = set()
         used: set[Storage | None] = set(self.held)
         pending = list(self.wanted)
         while pending:
             node = pending.pop()
-            if self._kept(node, kept):
+            if self._kept(node, storages):
                 used.add(self.storage[node])
             elif node not in again:
                 again.add(node)
@@ -167,11 +171,11 @@ class _Stage:
             tuple(n.name for n in self.nodes if n in again and n not in self.duplicated),
         )
 
-    def _kept(self, node: fx.Node, kept: Collection[Storage]) -> bool:
+    def _kept(self, node: fx.Node, storages: Collection[Storage]) -> bool:
         if node in self.fixed or is_source(node) or node not in self.storage:
             return node in self.fixed or is_source(node)
         storage = self.storage[node]
-        return storage is None or storage in kept or storage in self.held
+        return storage is None or storage in storages or storage in self.held
 
     def _solved(self, budget: int | None) -> list[Storage] | None:
         """The storages to keep for the least time, or for the fewest bytes without a budget.
@@ -194,11 +198,12 @@ class _Stage:
         if budget is None:
             cost, most = sizes, np.inf
         else:
+            # In shares of their sum: a solver has absolute tolerances, too, and seconds are tiny.
             cost, most = seconds / (seconds.sum() or 1), (budget - fixed) // unit
         if not storages:
             return []
-        found = _solution(tuple(cost), tuple(sizes), tuple(rows), len(again), most)
-        return None if found is None else [s for s in storages if found[place[s]] > 0.5]
+        solution = _solution(tuple(cost), tuple(sizes), tuple(rows), len(again), most)
+        return None if solution is None else [s for s in storages if solution[place[s]] > 0.5]
 
     def _needs(self, again: dict[fx.Node, int], place: dict[Storage, int]) -> Iterator["_Row"]:
         """What must be there, kept or computed again: the columns of the ways to have it, and
@@ -228,14 +233,14 @@ def _solution(
     """The cheapest columns of which all but the first `free` are whole, and whose sizes add up to
     `most` at most. Stages of the same layers ask the same, and so do plans that are made again."""
     limit = scipy.optimize.LinearConstraint(np.array(sizes), -np.inf, most)
-    found = scipy.optimize.milp(
+    solution = scipy.optimize.milp(
         np.array(cost),
         integrality=[0] * free + [1] * (len(cost) - free),
         bounds=scipy.optimize.Bounds(0, 1),
         constraints=[*_at_least_one(rows, len(cost)), limit],
         options={"node_limit": SEARCH_NODES, "mip_rel_gap": 1e-4},
     )
-    return None if found.x is None else tuple(found.x)
+    return None if solution.x is None else tuple(solution.x)
 
 
 def _at_least_one(rows: Sequence[_Row], columns: int) -> "list[scipy.optimize.LinearConstraint]":
@@ -278,6 +283,7 @@ def _stage(program: Program, unit: int, machine: Machine, duplicated: Collection
         if node not in twice and (is_source(node) or isinstance(node.meta.get("val"), Tensor))
     }
     every = {node: node_seconds(node, machine) for node in body.graph.nodes}
+    # Estimates say how nodes compare, the call's own seconds what they take together.
     scale = forward.seconds / sum(every.values()) if forward.seconds and any(every.values()) else 1
     return _Stage(
         unit,
@@ -288,6 +294,7 @@ def _stage(program: Program, unit: int, machine: Machine, duplicated: Collection
         _fixed(program, body, at, nodes),
         twice,
         held,
+        # what the backward computes anyhow, under the same name, costs nothing more
         {node: 0.0 if node.name in made else scale * every[node] for node in nodes},
     )
 
@@ -299,9 +306,11 @@ def _read_by_backward(
     forwards that it reads, and the names of what it computes itself."""
     calls = {call.node: call for call in program.calls}
     results = returned(program.body(calls[forward.name]))
-    mine = [call for call in calls.values() if (call.kind, call.unit) == (Kind.BACKWARD, unit)]
-    made = {n.name for call in mine for n in program.body(call).graph.nodes if not is_source(n)}
-    read = [v for call in mine for v in find_node(program.module, call.node).all_input_nodes]
+    backwards = [call for call in calls.values() if (call.kind, call.unit) == (Kind.BACKWARD, unit)]
+    made = {
+        n.name for call in backwards for n in program.body(call).graph.nodes if not is_source(n)
+    }
+    read = [v for call in backwards for v in find_node(program.module, call.node).all_input_nodes]
     wanted = [results[value.args[1]] for value in read if call_of(value) is forward]
     forwards = {node for node, call in calls.items() if call.kind == Kind.FORWARD} - {forward.name}
     held = {storage_of(program, value) for value in read if call_of(value).name in forwards}
@@ -310,14 +319,15 @@ def _read_by_backward(
 
 def _cone(wanted: Iterable[fx.Node]) -> list[fx.Node]:
     """The computing nodes that values depend on, in the graph's order."""
-    found: set[fx.Node] = set()
+    nodes: set[fx.Node] = set()
     pending = list(wanted)
     while pending:
         node = pending.pop()
-        if node not in found and not is_source(node):
-            found.add(node)
+        if node not in nodes and not is_source(node):
+            nodes.add(node)
             pending += node.all_input_nodes
-    return sorted(found)
+    # fx sorts nodes by their places in the graph.
+    return sorted(nodes)
 
 
 def _fixed(
@@ -343,8 +353,8 @@ def _fixed(
 
 def _with_parts(makers: Collection[fx.Node], nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
     """The nodes and, of those that make tuples, the parts."""
-    found = set(makers)
+    makers_and_parts = set(makers)
     for node in nodes:
-        if node.target is operator.getitem and node.all_input_nodes[0] in found:
-            found.add(node)
-    return frozenset(found)
+        if node.target is operator.getitem and node.all_input_nodes[0] in makers_and_parts:
+            makers_and_parts.add(node)
+    return frozenset(makers_and_parts)

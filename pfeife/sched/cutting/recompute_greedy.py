@@ -38,8 +38,8 @@ def relieved(
     at = dict.fromkeys(range(plan.stages), 0)
     least: dict[int, tuple[float, dict[int, int]]] = {}
     options: Options = ()
-    found = plan
-    while over := {c.rank: c.peak - room(c.rank) for c in curves(found) if c.peak > room(c.rank)}:
+    current = plan
+    while over := {c.rank: c.peak - room(c.rank) for c in curves(current) if c.peak > room(c.rank)}:
         options = options or make_options()
         moved = False
         for rank, lacking in over.items():
@@ -51,10 +51,10 @@ def relieved(
             for rank in over:
                 at |= least[rank][1]
         chosen = tuple(options[stage][index] for stage, index in at.items())
-        found = attrs.evolve(plan, recompute=chosen)
+        current = attrs.evolve(plan, recompute=chosen)
         if not moved:
             break
-    return found
+    return current
 
 
 def _go_on(
@@ -81,11 +81,11 @@ def with_blocks(options: Options, blocks: Sequence[RecomputeOption]) -> list[lis
     Recomputing block by block may be slower than another option that saves as much, and yet need
     less room: nothing of a block is there when the next one is computed again.
     """
-    found = []
-    for stage, known in enumerate(options):
-        by_bytes = {one.saved: one for one in (*known, *blocks[stage : stage + 1])}
-        found.append([by_bytes[saved] for saved in sorted(by_bytes, reverse=True)])
-    return found
+    by_stage = []
+    for stage, stage_options in enumerate(options):
+        by_bytes = {option.saved: option for option in (*stage_options, *blocks[stage : stage + 1])}
+        by_stage.append([by_bytes[saved] for saved in sorted(by_bytes, reverse=True)])
+    return by_stage
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:

@@ -43,6 +43,7 @@ def with_recompute(
     at once, every block by itself may: that is one of what "auto" tries. Raises ValueError for what
     is none of these, and for names without nodes.
     """
+    # What to recompute is decided for whole backwards (see `choose_recompute`).
     split = any(call.kind == Kind.INPUT_BACKWARD for call in program.calls)
     whole = join_backward()(program) if split else program
     staged = partition(plan)(whole)
@@ -53,8 +54,8 @@ def with_recompute(
     def options() -> list[list[RecomputeOption]]:
         forwards = _forwards(whole)
         inside = _inside(forwards, _blocks(forwards))
-        found = recompute_options(staged, machine, duplicated=plan.duplicated, most=5)
-        return with_blocks(found, choice(inside) if inside else ())
+        stage_options = recompute_options(staged, machine, duplicated=plan.duplicated, most=5)
+        return with_blocks(stage_options, choice(inside) if inside else ())
 
     if how == "never":
         return plan
@@ -86,6 +87,7 @@ def _forwards(program: Program) -> dict[fx.Node, str]:
     }
 
 
+# As short as can be: of blocks within blocks the outer one.
 _BLOCK = re.compile(r"(?:.*?\.)??\d+(?=\.|$)")
 
 
@@ -103,20 +105,20 @@ def _every(forwards: dict[fx.Node, str], step: int) -> list[str]:
 
 def _blocks(forwards: dict[fx.Node, str]) -> list[str]:
     """The outermost modules with a number for a name."""
-    found = (_BLOCK.match(path) for path in forwards.values())
-    return list(dict.fromkeys(one.group() for one in found if one))
+    matches = (_BLOCK.match(path) for path in forwards.values())
+    return list(dict.fromkeys(match.group() for match in matches if match))
 
 
 def _inside(forwards: dict[fx.Node, str], modules: Iterable[str]) -> set[str]:
     """The names of what modules compute for themselves; what they hand on is kept."""
-    found: set[str] = set()
+    names: set[str] = set()
     for module in modules:
         members = {n for n, path in forwards.items() if f"{path}.".startswith(f"{module}.")}
         if not members:
-            known = sorted({path for path in forwards.values() if path})
+            paths = sorted({path for path in forwards.values() if path})
             raise ValueError(
-                f"recompute: no module {module!r} computes anything; there are {known}"
+                f"recompute: no module {module!r} computes anything; there are {paths}"
             )
         inner = (n for n in members if all(u in members for u in n.users if u in forwards))
-        found |= {node.name for node in inner}
-    return found
+        names |= {node.name for node in inner}
+    return names

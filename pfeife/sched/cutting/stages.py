@@ -35,6 +35,8 @@ def stage_problem(
         ends = (stage_ranks[source], stage_ranks[destination])
         if not sizes or ends[0] == ends[1]:
             return _NO_TRAVEL
+        # An edge has the name of its forward direction: its gradients go over the link the other
+        # way.
         link = joint(machine, network, *(ends if forward else ends[::-1]))
         return travel(sizes, link)
 
@@ -43,9 +45,10 @@ def stage_problem(
     edges = tuple(
         Edge(*pair, ahead.arriving, back.arriving) for pair, (ahead, back) in both.items()
     )
-    each = units_of(stage_of, len(stage_ranks))
+    stage_units = units_of(stage_of, len(stage_ranks))
     stages = tuple(
-        _costs(account, units, relief, rank) for units, rank in zip(each, stage_ranks, strict=True)
+        _costs(account, units, relief, rank)
+        for units, rank in zip(stage_units, stage_ranks, strict=True)
     )
     if busy:
         stages = _busy(stages, both)
@@ -66,8 +69,10 @@ def _busy(
         backward[destination] += back.sending
         backward[source] += back.receiving
     return tuple(
-        attrs.evolve(one, forward=one.forward + there, input_backward=one.input_backward + here)
-        for one, there, here in zip(stages, forward, backward, strict=True)
+        attrs.evolve(
+            costs, forward=costs.forward + there, input_backward=costs.input_backward + here
+        )
+        for costs, there, here in zip(stages, forward, backward, strict=True)
     )
 
 
@@ -107,6 +112,7 @@ def _costs(account: Account, units: Sequence[int], relief: Relief, rank: int) ->
         total(Kind.BACKWARD) + total(Kind.INPUT_BACKWARD) + again,
         total(Kind.WEIGHT_BACKWARD),
         saved,
+        # `saved` is less where something is recomputed, and a W then needs no more than that
         min(float(account.held(units).kept), saved),
         work.splittable,
     )
@@ -114,16 +120,18 @@ def _costs(account: Account, units: Sequence[int], relief: Relief, rank: int) ->
 
 def room_for(limit: float, always: Iterable[int]) -> tuple[float, ...]:
     """Bytes for activations on ranks that need so many all the time, of a limit for each."""
-    return tuple(float(max(limit - one, 0)) for one in always)
+    return tuple(float(max(limit - needed, 0)) for needed in always)
 
 
 def bytes_of(account: Account, plan: Plan, machine: Machines) -> list[int]:
     """Bytes of every rank of a plan by the sums."""
     stage_of, stage_ranks = plan.stage_of_cluster, plan.stage_ranks
     units = units_of(stage_of, len(stage_ranks))
+    # A stage's saving stands at its first cluster, since sums are taken of whole stages alone. A
+    # plan that recomputes nothing has no options, and saves nothing here.
     less = {
-        mine[0]: account.held(mine).late - option.saved
-        for option, mine in zip(plan.recompute, units, strict=False)
+        stage_units[0]: account.held(stage_units).late - option.saved
+        for option, stage_units in zip(plan.recompute, units, strict=False)
     }
     m = plan.schedule.microbatches
     problem = stage_problem(

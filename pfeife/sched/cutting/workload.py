@@ -61,6 +61,7 @@ class Workload:
 
     @property
     def units(self) -> int:
+        """How many clusters there are."""
         return len(self.gradients)
 
     @property
@@ -86,11 +87,11 @@ class Workload:
 
 
 def _by_cluster(units: int, holders: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
-    found: list[list[int]] = [[] for _ in range(units)]
+    indices: list[list[int]] = [[] for _ in range(units)]
     for index, clusters in enumerate(holders):
         for unit in set(clusters):
-            found[unit].append(index)
-    return tuple(map(tuple, found))
+            indices[unit].append(index)
+    return tuple(map(tuple, indices))
 
 
 def workload_of(
@@ -105,17 +106,19 @@ def workload_of(
     no seconds."""
     check_costs(program)
     flows = tuple(_flows(program, set(duplicated)))
-    known = _Known(program, flows)
+    storages = _Known(program, flows)
     kinds = dict.fromkeys(call.kind for call in program.calls)
     seconds = {kind: [0.0] * program.units for kind in kinds}
     made, temporaries = ({kind: [0] * program.units for kind in kinds} for _ in range(2))
     for call in program.calls:
         kind, unit = call.kind, call.unit
         seconds[kind][unit] += (call.seconds or 0.0) + call.accumulate_seconds
-        stays = known.staying(call)
+        stays = storages.staying(call)
         made[kind][unit] = 0 if kind == Kind.FORWARD else stays
         peak = Body.of(program.body(call)).peak + call.inside_bytes
-        beside = peak - stays + known.passing(call)
+        # A body's peak has its results in it, which are counted elsewhere if they stay, and not its
+        # arguments, which nobody counts where they are for this call alone.
+        beside = peak - stays + storages.passing(call)
         temporaries[kind][unit] = max(beside, 0)
     results = returned(program.module)
     units = {call.node: call.unit for call in program.calls}
@@ -167,10 +170,10 @@ def _state(
     roles = (Role.PARAMETER, Role.BUFFER)
     users = holders(program, *roles)
     for port in program.ports(*roles):
-        kept = state(port.shape, port.given_dtype) if state and port.fqn in trained else 0
+        state_bytes = state(port.shape, port.given_dtype) if state and port.fqn in trained else 0
         copied = port.bytes if port.held else 0
         units = frozenset(call.unit for call in users.get(port.fqn, ()))
-        yield port.given_bytes + copied + -(-kept // shards), units
+        yield port.given_bytes + copied + -(-state_bytes // shards), units
 
 
 class _Known:
@@ -223,6 +226,6 @@ def blocked_borders(program: Program) -> frozenset[int]:
         if node.name in names:
             trained = [call_of(results[p.name]) for p in gradients if p.fqn == names[node.name]]
             involved = [call_of(made[names[node.name]]), *trained, *node.users]
-            units = [calls[one.name].unit for one in involved if one.name in calls]
+            units = [calls[caller.name].unit for caller in involved if caller.name in calls]
             blocked |= set(range(min(units, default=0) + 1, max(units, default=0) + 1))
     return frozenset(blocked)

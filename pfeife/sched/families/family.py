@@ -12,6 +12,7 @@ from pfeife.sched.families.orders import looped
 
 def _takes_three(instance: "Family", attribute: attrs.Attribute, make: Any) -> None:
     try:
+        # partially: arguments without defaults may still come, by `Family.bind`
         inspect.signature(make).bind_partial(2, 4, None)
     except TypeError as error:
         raise ValueError(
@@ -48,6 +49,7 @@ class Family:
     def __call__(
         self, stages: int, microbatches: int, ranks: Sequence[int] | None = None
     ) -> Schedule:
+        """The schedule of so many stages and microbatches, with stage s on `ranks[s]`."""
         made = self.make(stages, microbatches, ranks, **self.arguments)
         if not isinstance(made, Schedule):
             raise ValueError(f"the family {self.name} made a {type(made).__name__}, not a Schedule")
@@ -57,10 +59,15 @@ class Family:
         """The family with some of its arguments given. Raises ValueError for those that `make`
         does not take."""
         taken = list(inspect.signature(self.make).parameters.values())
-        known = [o.name for o in taken[3:] if o.kind in (o.KEYWORD_ONLY, o.POSITIONAL_OR_KEYWORD)]
-        unknown = sorted(set(arguments) - set(known))
-        if unknown and all(one.kind != one.VAR_KEYWORD for one in taken):
-            raise ValueError(f"the family {self.name} has no arguments {unknown}; it has {known}")
+        # The first three are stages, microbatches and ranks.
+        names = [
+            parameter.name
+            for parameter in taken[3:]
+            if parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        ]
+        unknown = sorted(set(arguments) - set(names))
+        if unknown and all(parameter.kind != parameter.VAR_KEYWORD for parameter in taken):
+            raise ValueError(f"the family {self.name} has no arguments {unknown}; it has {names}")
         return attrs.evolve(self, arguments={**self.arguments, **arguments})
 
     def __str__(self) -> str:

@@ -51,7 +51,7 @@ def assign(timed: Timed, stage_ranks: Sequence[int]) -> Schedule:
     keep to one common order.
     """
     order: list[list[Action]] = [[] for _ in range(1 + max(stage_ranks))]
-    for _, action in sorted(timed, key=lambda item: (item[0], -item[1].stage)):
+    for _, action in sorted(timed, key=lambda pair: (pair[0], -pair[1].stage)):
         order[stage_ranks[action.stage]].append(action)
     return Schedule(tuple(map(tuple, order)))
 
@@ -67,10 +67,11 @@ def unit_times(orders: Sequence[Sequence[Action]], stages: int) -> Timed:
 
     def advance(rank: int, action: Action) -> int | None:
         needs = _needs(action, stages)
-        for one in needs:
-            if one not in ends:
-                return stage_ranks[one[0]]
-        start = max([clock[rank], *(ends[one] for one in needs)])
+        # The rank that has to go on first, for `replay`.
+        for need in needs:
+            if need not in ends:
+                return stage_ranks[need[0]]
+        start = max([clock[rank], *(ends[need] for need in needs)])
         timed.append((start, action))
         clock[rank] = start + (2 if action.do == Do.BACKWARD else 1)
         if action.do != Do.WEIGHT_BACKWARD:

@@ -101,6 +101,7 @@ def _in_rounds(stages: int, microbatches: int, ranks: int) -> Timed:
     """
     loops = -(-stages // ranks)
     rounds = max(1, microbatches // ranks)
+    # The largest round comes first: the warm-up is made for it, and must do for all.
     sizes = [(microbatches + i) // rounds for i in reversed(range(rounds))]
     warm_up = (loops - 1) * max(sizes[0], ranks)
     first, place = 0, 0
@@ -148,12 +149,15 @@ def loops(
     ]
     orders = []
     for rank in range(count):
-        mine = [stage for stage in range(stages) if stage_ranks[stage] == rank]
-        forwards = [Action(s, Do.FORWARD, k) for ks in batches for s in mine for k in ks]
-        backwards = [Action(s, Do.BACKWARD, k) for ks in batches for s in mine[::-1] for k in ks]
-        after = stages - 1 - mine[-1] if mine else 0
+        rank_stages = [stage for stage in range(stages) if stage_ranks[stage] == rank]
+        forwards = [Action(s, Do.FORWARD, k) for ks in batches for s in rank_stages for k in ks]
+        backwards = [
+            Action(s, Do.BACKWARD, k) for ks in batches for s in rank_stages[::-1] for k in ks
+        ]
+        after = stages - 1 - rank_stages[-1] if rank_stages else 0
         more = min(prefetch, after) if isinstance(prefetch, int) else prefetch[rank]
-        warm_up = (len(mine) - 1) * loop_batch + after + more
+        warm_up = (len(rank_stages) - 1) * loop_batch + after + more
+        # On a rank without stages the warm-up comes out below 0.
         orders.append(_alternating(forwards, backwards, max(warm_up, 0)))
     try:
         return verify_schedule(Schedule(tuple(orders)))

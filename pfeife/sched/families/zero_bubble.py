@@ -214,6 +214,7 @@ def _dual_pipe_v_words(p: int, rank: int, microbatches: int) -> list[str]:
         *["I1", "W", "F1"] * after,
         *["F0", "B1", "F1", "B0"] * (microbatches - 2 * p + done),
         *["B1", "F1", "B0"] * after,
+        # of the last 2 x `done` backwards the first half are whole, the others leave W for the end
         *(["B1", "B0"] * done)[:done],
         *(["I1", "I0"] * done)[done:],
         *["W", "I0"] * after,
@@ -229,7 +230,7 @@ def _spelled(orders: Sequence[Iterable[str]], stages: int, microbatches: int) ->
     those that there are drop out: what is left needs nothing of them.
     """
     last = 2 * len(orders) - 1
-    kept = [
+    actions_by_rank = [
         [
             action
             for action in _actions(words, (rank, last - rank))
@@ -237,7 +238,7 @@ def _spelled(orders: Sequence[Iterable[str]], stages: int, microbatches: int) ->
         ]
         for rank, words in enumerate(orders)
     ]
-    return unit_times(kept, stages)
+    return unit_times(actions_by_rank, stages)
 
 
 def _actions(words: Iterable[str], stages: Sequence[int]) -> Iterator[Action]:

@@ -58,7 +58,7 @@ def anneal(
     The same random state gives the same result unless `over` cuts it short.
     """
     timing, uniform = Timing(shop, orders), random.random
-    best, kept = timing.length, timing.copy()
+    best, best_orders = timing.length, timing.copy()
     goal = bound * (1 + 1e-9)
     hottest = cooling.hot * sum(timing.seconds) / max(1, shop.operations)
     falling = math.log(cooling.cold / cooling.hot)
@@ -93,8 +93,8 @@ def anneal(
         evaluations += 1
         path = timing.critical(random)
         if timing.length < best * (1 - 1e-12):
-            best, kept = timing.length, timing.copy()
-    return Annealed(best, kept, spent, evaluations)
+            best, best_orders = timing.length, timing.copy()
+    return Annealed(best, best_orders, spent, evaluations)
 
 
 def propose(timing: Timing, operation: int, distance: int) -> tuple[float, int, int] | None:
@@ -121,8 +121,11 @@ def _later(timing: Timing, operation: int, others: list[int]) -> list[int]:
     frees is not missing to any."""
     level, takes, change = timing.level, timing.takes, timing.change[operation]
     then, memory = timing.then[operation], timing.shop.memory[timing.rank_of[operation]]
-    for index, other in enumerate(others):
-        if other in then or (change < 0 and takes[other] and level[other] - change > memory):
+    # What waits by way of other ranks is not looked at: `Timing.move` refuses what closes a circle.
+    for index, neighbour in enumerate(others):
+        if neighbour in then or (
+            change < 0 and takes[neighbour] and level[neighbour] - change > memory
+        ):
             return others[:index]
     return others
 
@@ -132,14 +135,16 @@ def _sooner(timing: Timing, operation: int, others: list[int]) -> list[int]:
     memory before each and leaves enough."""
     level, takes, change = timing.level, timing.takes, timing.change[operation]
     then, memory = timing.then, timing.shop.memory[timing.rank_of[operation]]
+    # Put before others, it adds its bytes to what they find. That is too much only at one that
+    # takes bytes itself: any other finds no more than one before it.
     for index in range(len(others) - 1, -1, -1):
-        other = others[index]
-        here = level[other]
-        if operation in then[other] or (
+        neighbour = others[index]
+        here = level[neighbour]
+        if operation in then[neighbour] or (
             change > 0
             and (
-                (takes[other] and here + change > memory)
-                or here - takes[other] + takes[operation] > memory
+                (takes[neighbour] and here + change > memory)
+                or here - takes[neighbour] + takes[operation] > memory
             )
         ):
             return others[index + 1 :]
@@ -162,17 +167,17 @@ def _longest(timing: Timing, sequence: list[int], first: int, last: int) -> floa
     seconds, ready, after = timing.seconds, timing.ready, timing.after
     now = timing.end[timing.before[first]]
     ends = []
-    for other in sequence:
-        b = ready[other]
-        now = (now if now > b else b) + seconds[other]
+    for operation in sequence:
+        b = ready[operation]
+        now = (now if now > b else b) + seconds[operation]
         ends.append(now)
     left = timing.tail[timing.behind[last]]
     longest = 0.0
-    for other in reversed(sequence):
-        b = after[other]
+    for operation in reversed(sequence):
+        b = after[operation]
         left = left if left > b else b
         through = ends.pop() + left
         if through > longest:
             longest = through
-        left += seconds[other]
+        left += seconds[operation]
     return longest

@@ -114,9 +114,9 @@ def _heads(shop: JobShop) -> list[list[float]]:
         links += [(token - count, shop.seconds[token - count])] if token >= count else []
         freed = token + count
         memory = (freed, fitting[token], shop.seconds[freed]) if token < count else None
-        mine = before[token]
-        roots = [o for o in mine if not any(a in mine for a in before[o])]
-        work = sum(shop.seconds[o] for o in mine)
+        earlier = before[token]
+        roots = [o for o in earlier if not any(a in earlier for a in before[o])]
+        work = sum(shop.seconds[o] for o in earlier)
         steps.append(_Step(token, shop.seconds[token], tuple(links), memory, tuple(roots), work))
     return _longest(steps, shop)
 
@@ -137,6 +137,7 @@ def _tails(shop: JobShop) -> list[list[float]]:
         roots = [o for o in behind if not any(o in before[a] for a in behind)]
         work = sum(shop.seconds[o] for o in behind)
         steps.append(_Step(token, shop.seconds[token], tuple(links), memory, tuple(roots), work))
+    # In these rows microbatches count from the last one.
     return [row[::-1] for row in _longest(steps, shop)]
 
 
@@ -157,9 +158,9 @@ def _longest(steps: Sequence[_Step], shop: JobShop) -> list[list[float]]:
         last, row = row, [0.0] * (3 * shop.stages)
         for token, seconds, links, memory, roots, work in plain:
             head = last[token] + seconds
-            for other, lag in links:
-                if row[other] + lag > head:
-                    head = row[other] + lag
+            for predecessor, lag in links:
+                if row[predecessor] + lag > head:
+                    head = row[predecessor] + lag
             if memory is not None and k >= memory[1]:
                 head = max(head, rows[k - memory[1]][memory[0]] + memory[2])
             # Between the first root of microbatch j and this lie the rank's work of j to k and
@@ -167,8 +168,8 @@ def _longest(steps: Sequence[_Step], shop: JobShop) -> list[list[float]]:
             #     first[j] + (k - j + 1) * work + (k - j) * seconds
             if roots:
                 done, first = running[token] + seconds, row[roots[0]]
-                for other in roots[1:]:
-                    first = min(first, row[other])
+                for predecessor in roots[1:]:
+                    first = min(first, row[predecessor])
                 running[token] = done = (done if done > first else first) + work
                 head = done if done > head else head
             row[token] = head if head > 0.0 else 0.0
@@ -184,8 +185,8 @@ def _before(shop: JobShop) -> list[frozenset[int]]:
         direct |= {token - shop.stages} if token >= shop.stages else set()
         ancestors[token] = direct.union(*(ancestors[d] for d in direct))
     return [
-        frozenset(o for o in found if shop.rank_of[o] == shop.rank_of[token])
-        for token, found in enumerate(ancestors)
+        frozenset(o for o in tokens if shop.rank_of[o] == shop.rank_of[token])
+        for token, tokens in enumerate(ancestors)
     ]
 
 
@@ -205,8 +206,8 @@ def _area(shop: JobShop, rank: int, heads: list[list[float]], tails: list[list[f
     for s in stages:
         # heads[I][0] - heads[F][0] may be longer than needed: count the path of one microbatch.
         through = shop.seconds[s] + _round_trip(shop, s) + shop.seconds[s + count]
-        kept = shop.frees[s + 2 * count]
-        held += shop.takes[s] * through + kept * shop.seconds[s + 2 * count]
+        kept_bytes = shop.frees[s + 2 * count]
+        held += shop.takes[s] * through + kept_bytes * shop.seconds[s + 2 * count]
     first = min(heads[s][0] for s in stages)
     last = min(
         tails[t][shop.microbatches - 1]
@@ -226,8 +227,10 @@ def _round_trip(shop: JobShop, stage: int) -> float:
             longest[s] = max(arrivals) + shop.seconds[s]
     back = dict(longest)
     for s in sorted(longest, reverse=True):
-        found = [back[a - count] + lag for a, lag in shop.sources[s + count] if a - count in back]
-        start = max([longest[s], *found])
+        gradients = [
+            back[a - count] + lag for a, lag in shop.sources[s + count] if a - count in back
+        ]
+        start = max([longest[s], *gradients])
         if s == stage:
             return start - shop.seconds[stage]
         back[s] = start + shop.seconds[s + count]

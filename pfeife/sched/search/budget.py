@@ -44,10 +44,12 @@ class Budget:
 
     @property
     def left(self) -> int:
+        """Operations that are not yet spent."""
         return self.work - self.spent
 
     @property
     def seconds_left(self) -> float:
+        """Seconds to the deadline, endless without one."""
         return self.deadline - time.monotonic()
 
     def over(self, ahead: int = 0) -> bool:
@@ -71,4 +73,6 @@ class Budget:
         if self.whole is not None:
             self.whole.spend(work, start)
         if start is not None and work:
+            # Not below half of what is usual: one quick call must not make `over` leave too little
+            # time.
             self.pace = max((time.monotonic() - start) / work, 0.5 / WORK_PER_SECOND)

@@ -43,9 +43,9 @@ class Floor:
         if done[stage] == oldest:
             return True
         young = self.alone[rank] + takes[stage]
-        for other in stages:
-            if done[other] > oldest + 1:
-                young += takes[other] * (done[other] - oldest - 1)
+        for sibling in stages:
+            if done[sibling] > oldest + 1:
+                young += takes[sibling] * (done[sibling] - oldest - 1)
         return young <= memory
 
 
@@ -92,23 +92,24 @@ def dispatch(floor: Floor, choose: Chooser) -> Dispatched:
         done[token] = k + 1
         orders[rank].append(token * m + k)
         end = now + seconds[token]
+        # What it takes and what it frees count at once: nobody looks at this rank before it ends.
         held[rank] += change[token]
         clock[rank] = wake[rank] = end
         heappush(heap, (end, rank))
         channels = free[rank]
         for reader, lag in readers[token]:
-            arrives, other = end, rank_of[reader]
-            if other != rank:
-                arrives = (end if end > channels[other] else channels[other]) + lag
-                channels[other] = arrives
+            arrives, target = end, rank_of[reader]
+            if target != rank:
+                arrives = (end if end > channels[target] else channels[target]) + lag
+                channels[target] = arrives
             if arrives > latest[reader][k]:
                 latest[reader][k] = arrives
             missing[reader][k] -= 1
             if missing[reader][k]:
                 continue
             arrives = ready[reader][k] = latest[reader][k]
-            arrives = arrives if arrives > clock[other] else clock[other]
-            if arrives < wake[other]:  # never of the rank itself, which is free at `end`
-                wake[other] = arrives
-                heappush(heap, (arrives, other))
+            arrives = arrives if arrives > clock[target] else clock[target]
+            if arrives < wake[target]:  # never of the rank itself, which is free at `end`
+                wake[target] = arrives
+                heappush(heap, (arrives, target))
     return Dispatched(max(clock), orders, shop.operations - sum(map(len, orders)))

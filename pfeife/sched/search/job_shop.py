@@ -40,6 +40,8 @@ class JobShop:
 
     @property
     def operations(self) -> int:
+        """How many there are: every microbatch has F and I of each stage, and W where I is not
+        whole."""
         return sum(2 + (not whole) for whole in self.whole) * self.microbatches
 
     def tokens_of(self, rank: int) -> tuple[int, ...]:
@@ -55,9 +57,10 @@ def compile_problem(problem: Problem) -> JobShop:
     """Numbers for the inner loops."""
     stages, count = problem.stages, len(problem.stages)
     rank_of = problem.stage_ranks * 3
+    # A W that takes no time fills no wait: such backwards stay whole.
     whole = tuple(not s.splittable or s.weight_backward == 0 for s in stages)
     back = [s.backward if w else s.input_backward for s, w in zip(stages, whole, strict=True)]
-    kept = [0.0 if w else s.kept for s, w in zip(stages, whole, strict=True)]
+    kept_bytes = [0.0 if w else s.kept for s, w in zip(stages, whole, strict=True)]
     seconds = (*(s.forward for s in stages), *back, *(s.weight_backward for s in stages))
     readers: list[list[tuple[int, float]]] = [[] for _ in range(3 * count)]
     sources: list[list[tuple[int, float]]] = [[] for _ in range(3 * count)]
@@ -78,7 +81,11 @@ def compile_problem(problem: Problem) -> JobShop:
         rank_of=rank_of,
         seconds=seconds,
         takes=(*(s.saved for s in stages), *(0.0,) * (2 * count)),
-        frees=(*(0.0,) * count, *(s.saved - k for s, k in zip(stages, kept, strict=True)), *kept),
+        frees=(
+            *(0.0,) * count,
+            *(s.saved - k for s, k in zip(stages, kept_bytes, strict=True)),
+            *kept_bytes,
+        ),
         whole=whole,
         readers=tuple(map(tuple, readers)),
         sources=tuple(map(tuple, sources)),
@@ -93,11 +100,14 @@ def _contended(
     """Whether some channel's longest transfer takes longer than the least time between two."""
     between: dict[tuple[int, int], float] = {}
     longest: dict[tuple[int, int], float] = {}
-    for token, found in enumerate(readers):
-        for at, (reader, lag) in enumerate(found):
+    for token, token_readers in enumerate(readers):
+        for at, (reader, lag) in enumerate(token_readers):
             channel = (rank_of[token], rank_of[reader])
             if channel[0] != channel[1]:
-                again = any(rank_of[other] == rank_of[reader] for other, _ in found[:at])
+                again = any(
+                    rank_of[earlier] == rank_of[reader] for earlier, _ in token_readers[:at]
+                )
+                # Two messages of one operation over one channel set out at the same time.
                 gap = 0.0 if again else seconds[token]
                 between[channel] = min(between.get(channel, gap), gap)
                 longest[channel] = max(longest.get(channel, 0.0), lag)
@@ -148,7 +158,7 @@ def in_time(shop: JobShop, orders: Orders) -> tuple[list[float], list[int]] | No
     """
     m, seconds, readers, rank_of = shop.microbatches, shop.seconds, shop.readers, shop.rank_of
     size = 3 * shop.stages * m
-    missing = [len(found) for found in shop.sources for _ in range(m)]
+    missing = [len(token_sources) for token_sources in shop.sources for _ in range(m)]
     arrived, starts = [0.0] * size, [0.0] * size
     clock, at = [0.0] * shop.ranks, [0] * shop.ranks
     free = [[0.0] * shop.ranks for _ in range(shop.ranks)]
@@ -169,15 +179,15 @@ def in_time(shop: JobShop, orders: Orders) -> tuple[list[float], list[int]] | No
             token, k = divmod(operation, m)
             now += seconds[token]
             for reader, lag in readers[token]:
-                other, arrives, to = reader * m + k, now, rank_of[reader]
+                dependent, arrives, to = reader * m + k, now, rank_of[reader]
                 if to != rank:
                     arrives = (now if now > channels[to] else channels[to]) + lag
                     channels[to] = arrives
-                if arrives > arrived[other]:
-                    arrived[other] = arrives
-                missing[other] -= 1
-                if not missing[other] and other in sleeping:
-                    awake.append(sleeping.pop(other))
+                if arrives > arrived[dependent]:
+                    arrived[dependent] = arrives
+                missing[dependent] -= 1
+                if not missing[dependent] and dependent in sleeping:
+                    awake.append(sleeping.pop(dependent))
         clock[rank] = now
     return None if sleeping else (starts, result)
 
@@ -247,14 +257,14 @@ def _latest(
 
 def _neighbours(orders: Orders, none: int, step: int) -> list[int]:
     """What comes right behind (or, for -1, before) every operation on its rank, else `none`."""
-    found = [none] * (none + 1)
+    neighbours = [none] * (none + 1)
     for order in orders:
         for a, b in pairwise(order):
             if step > 0:
-                found[a] = b
+                neighbours[a] = b
             else:
-                found[b] = a
-    return found
+                neighbours[b] = a
+    return neighbours
 
 
 def _merged(shop: JobShop, orders: Orders) -> set[int]:

@@ -29,6 +29,8 @@ def _chooser(floor: Floor, rule: Rule, memory: tuple[float, ...]) -> Chooser:
         waiting, stuck = 0, False
         stages = floor.stages[rank]
         for s in stages:
+            # Backwards first: they go on when all forwards of the stage are through (`k == m`), and
+            # the checks of F below leave the loop.
             k = done[s]
             i, w = s + count, s + 2 * count
             back = done[i]
@@ -39,6 +41,7 @@ def _chooser(floor: Floor, rule: Rule, memory: tuple[float, ...]) -> Chooser:
                         soon_i = at
                 elif back + ahead[i] < key_i:
                     key_i, best_i = back + ahead[i], i
+            # A backward that is whole has done its W, so it owes none.
             if done[w] < back and not whole[s]:
                 waiting += back - done[w]
                 if done[w] + ahead[w] < key_w:
@@ -50,16 +53,23 @@ def _chooser(floor: Floor, rule: Rule, memory: tuple[float, ...]) -> Chooser:
                 if at < soon_f:
                     soon_f = at
                 continue
+            # What enters the rank's first stage comes through all of its others, so the cap is on
+            # that one; a W would not help here, so the F is not stuck.
             if s == stages[0] and k - back >= caps[rank]:
                 continue
+            # Asked last, because it goes over the stages of the rank: only of an F that could
+            # start.
             if not room(rank, s, memory[rank]):
                 stuck = True
             elif k + ahead[s] < key_f:
                 key_f, best_f = k + ahead[s], s
         if best_i >= 0:
             return best_i, now
+        # An F may run into the arrival of an I, for which an earlier rank waits: `hold` says by how
+        # much, and `owed` how many W may pile up behind forwards.
         if best_f >= 0 and waiting <= owed and soon_i - now >= hold * seconds[best_f]:
             return best_f, now
+        # No rank waits for a W: it goes where the wait for the next I or F is long enough for it.
         soon = soon_i if soon_i < soon_f else soon_f
         if best_w >= 0 and (stuck or waiting > owed or soon - now >= gap * seconds[best_w]):
             return best_w, now  # also where an F finds no memory: the W may make room

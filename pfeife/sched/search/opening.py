@@ -28,6 +28,7 @@ def try_families(searches: Sequence[Search], budget: Budget) -> bool:
     if budget.left < _TINY or (small and not all(_roomy(search.problem) for search in searches)):
         return False
     opening = budget.part(1.0 if small else _SHARE)
+    # Those for cuts on one placement are neighbours, as groupby wants them.
     alike = [list(group) for _, group in groupby(searches, key=_asked)]
     for search in searches:
         search.budget = opening

@@ -58,7 +58,7 @@ def search_side_by_side(
     others = [
         _Task(
             tuple(_finite(problem) for problem in problems),
-            tuple(tuple(schedule.to_csv() for schedule in given) for given in seeds),
+            tuple(tuple(schedule.to_csv() for schedule in schedules) for schedules in seeds),
             seed + index,
             budget.left,
             None if math.isinf(budget.deadline) else budget.deadline,
@@ -66,16 +66,16 @@ def search_side_by_side(
         for index in range(1, jobs)
     ]
     with _running(others) as answers:
-        found = [search_each(problems, budget, seed, seeds, further), *answers()]
+        results = [search_each(problems, budget, seed, seeds, further), *answers()]
 
     def seconds(pair: tuple[int, SearchResult]) -> float:
         return further(pair[0], pair[1].schedule) if further else pair[1].seconds
 
-    at, best = min(found, key=seconds)
+    at, best = min(results, key=seconds)
     return at, attrs.evolve(
         best,
-        evaluations=sum(one.evaluations for _, one in found),
-        interrupted=any(one.interrupted for _, one in found),
+        evaluations=sum(result.evaluations for _, result in results),
+        interrupted=any(result.interrupted for _, result in results),
     )
 
 
@@ -90,16 +90,17 @@ def _finite(problem: Problem) -> Problem:
 @contextmanager
 def _running(tasks: Sequence[_Task]) -> Iterator:
     """A process for every task, ended if they are no longer wanted; what waits for the answers."""
+    # The package is found where this process has it from, installed or not.
     root = str(Path(__file__).parents[3])
     paths = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     with tempfile.TemporaryDirectory() as name:
         folder, processes = Path(name), []
         for index, task in enumerate(tasks):
-            asked = folder / f"{index}.json"
-            asked.write_text(plain.to_json(task))
+            task_path = folder / f"{index}.json"
+            task_path.write_text(plain.to_json(task))
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", __name__, str(asked), str(folder / f"{index}.out")],
+                    [sys.executable, "-m", __name__, str(task_path), str(folder / f"{index}.out")],
                     env={**os.environ, "PYTHONPATH": paths},
                     stdin=subprocess.DEVNULL,
                     stderr=subprocess.PIPE,
@@ -122,20 +123,20 @@ def _answer(process: subprocess.Popen, path: Path) -> tuple[int, SearchResult]:
     _, trouble = process.communicate()
     if process.returncode:
         raise RuntimeError(f"a process of the search ended: {trouble.decode(errors='replace')}")
-    found = plain.from_json(_Answer, path.read_text())
-    fields = attrs.asdict(found, filter=lambda field, _: field.name not in ("at", "schedule"))
-    return found.at, SearchResult(schedule=Schedule.from_csv(found.schedule), **fields)
+    answer = plain.from_json(_Answer, path.read_text())
+    fields = attrs.asdict(answer, filter=lambda field, _: field.name not in ("at", "schedule"))
+    return answer.at, SearchResult(schedule=Schedule.from_csv(answer.schedule), **fields)
 
 
-def main(asked: str, answered: str) -> None:
+def main(task_path: str, answer_path: str) -> None:
     """Does what a file asks for, and writes the answer to another one."""
-    task = plain.from_json(_Task, Path(asked).read_text())
+    task = plain.from_json(_Task, Path(task_path).read_text())
     deadline = math.inf if task.deadline is None else task.deadline
-    seeds = [[Schedule.from_csv(text) for text in given] for given in task.seeds]
+    seeds = [[Schedule.from_csv(text) for text in texts] for texts in task.seeds]
     budget = Budget(task.work, deadline)
-    at, found = search_each(task.problems, budget, task.seed, seeds)
-    fields = {**attrs.asdict(found, recurse=False), "schedule": found.schedule.to_csv()}
-    Path(answered).write_text(plain.to_json(_Answer(at, **fields)))
+    at, result = search_each(task.problems, budget, task.seed, seeds)
+    fields = {**attrs.asdict(result, recurse=False), "schedule": result.schedule.to_csv()}
+    Path(answer_path).write_text(plain.to_json(_Answer(at, **fields)))
 
 
 if __name__ == "__main__":

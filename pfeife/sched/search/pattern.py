@@ -32,6 +32,7 @@ class Pattern:
 def pattern_of(shop: JobShop, starts: Sequence[float], period: float | None = None) -> Pattern:
     """The pattern that a schedule's middle third comes closest to."""
     m = shop.microbatches
+    # The ramps at the start and the end of a step have other distances.
     low, high = m // 3, max(m // 3 + 1, (2 * m + 2) // 3)
     if period is None:
         spans = [starts[t * m + high - 1] - starts[t * m + low] for t in range(2 * shop.stages)]
@@ -109,6 +110,8 @@ def _chooser(floor: Floor, pattern: Pattern) -> Chooser:
                 free = (
                     room(rank, s, memory[rank]) if safe else held[rank] + takes[s] <= memory[rank]
                 )
+                # No `wake` for an F without memory: what makes room ends on this rank, which is
+                # then asked anyway.
                 stuck = stuck or not free
                 if free and slot < turn:
                     turn, soon = slot, at
@@ -116,6 +119,7 @@ def _chooser(floor: Floor, pattern: Pattern) -> Chooser:
                     wake = at if at < wake else wake
                 elif free and slot < key:
                     key, best = slot, s
+            # An I only frees memory, so it always has its turn.
             if back < k:
                 at, slot = ready[i][back], slots[i] + back
                 if slot < turn:
@@ -128,8 +132,11 @@ def _chooser(floor: Floor, pattern: Pattern) -> Chooser:
                 waiting += back - done[w]
                 if done[w] < key_w:
                     key_w, best_w = done[w], w
+        # Where something with an earlier slot has the turn and is not there, the rank rather waits;
+        # and W that are owed hold back F alone, since no rank waits for those.
         if best >= 0 and key <= turn + loose and (best >= count or waiting <= owed):
             return best, now
+        # The wait counts until the turn is there (`soon`), whatever else comes before it (`wake`).
         if best_w >= 0 and (stuck or waiting > owed or soon - now >= gap * seconds[best_w]):
             return best_w, now
         return -1, wake

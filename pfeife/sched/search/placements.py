@@ -51,15 +51,17 @@ def search_each(
 
 def _run_alike(searches: Sequence[Search], budget: Budget) -> bool:
     """Runs them with a third of the budget, each with as much; whether the clock cut one short."""
-    each = (_ALIKE if len(searches) > 1 else 1.0) * budget.left / len(searches)
+    work = (_ALIKE if len(searches) > 1 else 1.0) * budget.left / len(searches)
     cut_short = False
     for at, search in enumerate(searches):
         if at and budget.over(search.ahead):
             break
         search.budget = budget.part(1 / (len(searches) - at))  # the last ones have a turn as well
-        search.run(max(1, int(each)))
+        search.run(max(1, int(work)))
         cut_short |= search.budget.interrupted
         search.budget = budget
+    # A budget that is over once stays over, and others may have time for a step that this one had
+    # not.
     cut_short, budget.interrupted = cut_short or budget.interrupted, False
     return cut_short
 
@@ -82,14 +84,15 @@ def _best(searches: dict[int, Search], further: Further | None) -> tuple[int, Se
     if math.isinf(best):
         next(iter(searches.values())).result()  # says why
     if further is None:
+        # The judge runs some backwards whole, by which those that are near may change places.
         near = [at for at, search in searches.items() if search.best <= best * 1.001]
-        found = {at: searches[at].result() for at in near}
-        at = min(found, key=lambda at: found[at].seconds)
+        results = {at: searches[at].result() for at in near}
+        at = min(results, key=lambda at: results[at].seconds)
     else:
-        found = _judged_further(searches, further)
-        at = list(found)[-1]
+        results = _judged_further(searches, further)
+        at = list(results)[-1]
     return at, attrs.evolve(
-        found[at],
+        results[at],
         bound=min(search.bound for search in searches.values()),
         evaluations=sum(search.evaluations for search in searches.values()),
     )
@@ -98,12 +101,12 @@ def _best(searches: dict[int, Search], further: Further | None) -> tuple[int, Se
 def _judged_further(searches: dict[int, Search], further: Further) -> dict[int, SearchResult]:
     """What searches have found, each shorter with what follows than those before; those that are
     longer alone are not asked."""
-    found: dict[int, SearchResult] = {}
+    results: dict[int, SearchResult] = {}
     shortest = math.inf
     for at, search in sorted(searches.items(), key=lambda pair: pair[1].best):
         if search.best >= shortest:
             break
-        one = search.result(partial(further, at))
-        if (seconds := further(at, one.schedule)) < shortest:
-            shortest, found[at] = seconds, one
-    return found
+        result = search.result(partial(further, at))
+        if (seconds := further(at, result.schedule)) < shortest:
+            shortest, results[at] = seconds, result
+    return results

@@ -39,20 +39,25 @@ class Pool:
         self._found: dict[Origin, list[Candidate]] = {origin: [] for origin in Origin}
 
     def keep(self, candidate: Candidate) -> None:
-        mine, close = self._found[candidate.origin], 1e-6 * candidate.seconds
-        if all(abs(one.seconds - candidate.seconds) > close for one in mine):
-            mine.append(candidate)
-            mine.sort(key=lambda one: one.seconds)
-            del mine[_MOST:]
+        """Takes a candidate in, unless its origin has one of the same length, or enough that are
+        better."""
+        candidates, close = self._found[candidate.origin], 1e-6 * candidate.seconds
+        if all(abs(rival.seconds - candidate.seconds) > close for rival in candidates):
+            candidates.append(candidate)
+            candidates.sort(key=lambda rival: rival.seconds)
+            del candidates[_MOST:]
 
     def of(self, *origins: Origin) -> list[Candidate]:
         """The best first; of all origins unless some are given."""
-        found = [one for origin in origins or Origin for one in self._found[origin]]
-        return sorted(found, key=lambda one: one.seconds)
+        candidates = [
+            candidate for origin in origins or Origin for candidate in self._found[origin]
+        ]
+        return sorted(candidates, key=lambda candidate: candidate.seconds)
 
     def varied(self, count: int) -> list[Candidate]:
         """The best of every origin first, then the best of all."""
         first = sorted(
-            (found[0] for found in self._found.values() if found), key=lambda one: one.seconds
+            (candidates[0] for candidates in self._found.values() if candidates),
+            key=lambda candidate: candidate.seconds,
         )
-        return [*first, *(one for one in self.of() if one not in first)][:count]
+        return [*first, *(candidate for candidate in self.of() if candidate not in first)][:count]

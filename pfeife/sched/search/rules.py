@@ -36,6 +36,7 @@ def first_rules(shop: JobShop) -> Iterator[Rule]:
     level = (min(m, ranks),) * ranks
     flat = (0.0,) * (3 * shop.stages)
     orders = [flat, *(_by_chunk(shop, step) for step in (0.5, ranks, -0.5))]
+    # With one stage a rank there is nothing to put before another.
     if shop.stages == ranks:
         orders = [flat]
     for gap in (1.0, 0.5, 0.0):

@@ -76,8 +76,9 @@ class Search:
 
     @property
     def best(self) -> float:
-        found = self.pool.of()
-        return found[0].seconds if found else math.inf
+        """Seconds of the shortest candidate so far, endless without any."""
+        candidates = self.pool.of()
+        return candidates[0].seconds if candidates else math.inf
 
     def run(self, work: int, *, annealing: bool = True) -> None:
         """Goes on for so many operations, less if the bound is reached or the clock says so."""
@@ -110,6 +111,7 @@ class Search:
         for schedule in seeds:
             if fits(self.problem, schedule):
                 try:
+                    # As it came, beside its orders: these have its whole backwards as I and W.
                     self.given = min(
                         self.given or (math.inf, schedule),
                         (makespan(self.problem, schedule), schedule),
@@ -166,8 +168,8 @@ class Search:
             schedule = made(self.families.pop(0), self.problem)
             if schedule is not None:
                 self._spend(self.shop.operations * _FAMILY_WORK)
-                for one in fitting(self.problem, schedule):
-                    self._take(one)
+                for variant in fitting(self.problem, schedule):
+                    self._take(variant)
 
     def _try_rule(self, rule: Rule) -> None:
         start = time.monotonic()
@@ -201,6 +203,7 @@ class Search:
         if m < 2 * few or self.shop.operations < _LARGE or not self.open(share):
             return
         small = Search(attrs.evolve(self.problem, microbatches=few), self.budget, 0)
+        # Nobody is told of its candidates, whose steps have fewer microbatches.
         small.random, small.ahead, small.seen = self.random, self.ahead, None
         small.run(max(1, int((share - self._share()) * (self.last - self.first))), annealing=False)
         self.spent += small.spent
@@ -233,9 +236,9 @@ class Search:
             pattern = self._pattern_of(candidate)
             self.patterns.append((self._try_pattern(pattern), pattern))
         repeated = patterns(self.problem)
-        while self.open() and (found := next(repeated, None)) is not None:
+        while self.open() and (family_pattern := next(repeated, None)) is not None:
             self._spend(_FAMILY_WORK * STRIDE * self.shop.ranks * self.shop.stages)
-            self.patterns.append((self._try_pattern(found), found))
+            self.patterns.append((self._try_pattern(family_pattern), family_pattern))
 
     def _pattern_of(self, candidate: Candidate) -> Pattern:
         starts = starts_of(self.shop, candidate.orders)
@@ -250,6 +253,7 @@ class Search:
             until = start + (share - start) * (index + 1) / rounds
             if not self.patterns or not self.open(until):
                 return
+            # Places 0, 1, 2, then 2, 1, 0 of what they became: the best has the last word.
             at = index if 2 * index < rounds else rounds - 1 - index
             at = min(at, len(self.patterns) - 1)
             self.patterns[at] = self._changed_pattern(self.patterns[at], until)
@@ -306,7 +310,9 @@ class Search:
         judges = max(1, min(6, 20_000 // self.shop.operations))  # one takes long for large ones
         candidates = self.pool.of()[:judges]
         if further:  # then another family may be the best
-            candidates += [one for one in self.pool.of(Origin.GIVEN) if one not in candidates]
+            candidates += [
+                candidate for candidate in self.pool.of(Origin.GIVEN) if candidate not in candidates
+            ]
         for candidate in candidates[: 2 * judges]:
             judged.append(self._judged(candidate))
         if not judged:
@@ -321,6 +327,7 @@ class Search:
     def _judged(self, candidate: Candidate) -> tuple[float, Schedule]:
         schedule = schedule_of(self.shop, candidate.orders)
         seconds = makespan(self.problem, schedule)
+        # A whole backward sends by its W later, for which others may wait on a busy channel.
         if self.shop.contended and seconds > candidate.seconds * (1 + 1e-9):
             schedule = schedule_of(self.shop, candidate.orders, whole=False)
             seconds = makespan(self.problem, schedule)

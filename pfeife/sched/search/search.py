@@ -37,8 +37,8 @@ def search_schedule(
 
     >>> costs = StageCosts(forward=1.0, input_backward=1.0, weight_backward=1.0)
     >>> problem = sched.Problem((costs, costs), (0, 1), 4, chain_edges(2, 0.5))
-    >>> found = sched.search_schedule(problem, work=20_000)
-    >>> found.seconds, found.bound  # no schedule is shorter than the bound
+    >>> result = sched.search_schedule(problem, work=20_000)
+    >>> result.seconds, result.bound  # no schedule is shorter than the bound
     (13.5, 13.5)
     """
     return search_placements(
@@ -85,7 +85,7 @@ def search_within(
         raise ValueError(f"seeds: {len(seeds)} lists for {len(problems)} problems")
     if type(jobs) is not int or jobs < 1:
         raise ValueError(f"jobs={jobs!r}: searches side by side, at least one")
-    given = [tuple(of_one) for of_one in seeds or [()] * len(problems)]
+    seeds_of = [tuple(schedules) for schedules in seeds or [()] * len(problems)]
     if jobs > 1:
-        return search_side_by_side(problems, budget, seed, given, jobs, further)
-    return search_each(problems, budget, seed, given, further)
+        return search_side_by_side(problems, budget, seed, seeds_of, jobs, further)
+    return search_each(problems, budget, seed, seeds_of, further)

@@ -41,10 +41,10 @@ def patterns(problem: Problem) -> Iterator[Pattern]:
     for name in _REPEATING:
         schedule = made(POLICIES[name], unit)
         starts = None if schedule is None else starts_of(shop, orders_of(shop, schedule))
-        found = None if starts is None else pattern_of(shop, starts)
-        if found is not None and found not in seen:
-            seen.add(found)
-            yield found
+        pattern = None if starts is None else pattern_of(shop, starts)
+        if pattern is not None and pattern not in seen:
+            seen.add(pattern)
+            yield pattern
 
 
 def fused(schedule: Schedule) -> Schedule:
@@ -144,6 +144,8 @@ def put_off_forwards(problem: Problem, schedule: Schedule) -> Schedule | None:
         for action in actions:
             if action.do == Do.FORWARD:
                 waiting.append(action)
+            # A backward whose forward is put off: what makes room comes behind it, so neither ever
+            # starts.
             elif any(
                 o.stage == action.stage and o.microbatch == action.microbatch for o in waiting
             ):

@@ -72,11 +72,13 @@ class Timing:
         self.end, self.tail = [0.0] * (size + 1), [0.0] * (size + 1)
         self.ready, self.after = [0.0] * (size + 1), [0.0] * (size + 1)
         self.simple = all(len(s) <= 1 for s in (*self.sources, *self.readers))
+        # The ways hold the lists themselves, which from here on change in place alone.
         self._ways = self._directions()
         self.length = 0.0
         self._time(0, len(self.topological))
 
     def copy(self) -> Orders:
+        """The orders as they are now."""
         return [list(order) for order in self.sequences]
 
     def _elsewhere(self, operation: int, links) -> tuple[tuple[int, float], ...]:
@@ -88,15 +90,16 @@ class Timing:
         """What comes after an operation on its own rank in any case (the direct ones)."""
         m, count, rank_of = self.shop.microbatches, self.shop.stages, self.shop.rank_of
         token, k = divmod(operation, m)
-        found = [t * m + k for t, _ in self.shop.readers[token] if rank_of[t] == rank_of[token]]
-        found += [operation + 1] if k + 1 < m else []
-        found += [operation + count * m] if token < 2 * count else []
-        return tuple(found)
+        followers = [t * m + k for t, _ in self.shop.readers[token] if rank_of[t] == rank_of[token]]
+        followers += [operation + 1] if k + 1 < m else []
+        followers += [operation + count * m] if token < 2 * count else []
+        return tuple(followers)
 
     def _directions(self) -> tuple[_Way, _Way]:
-        one = ((self.none, 0.0),)
+        no_link = ((self.none, 0.0),)
         source, reader = (
-            [(found or one)[0] for found in links] for links in (self.sources, self.readers)
+            [(operation_links or no_link)[0] for operation_links in links]
+            for links in (self.sources, self.readers)
         )
         froms, tos = [s[0] for s in source], [r[0] for r in reader]
         there = _Way(
@@ -174,7 +177,7 @@ class Timing:
         """
         order, place, sign, none = self.topological, self.rank_in, way.sign, self.none
         times, ready, near, far = way.times, way.ready, way.near, way.far
-        link, lag, other, seconds = way.link, way.lag, way.other, self.seconds
+        link, lag, opposite, seconds = way.link, way.lag, way.other, self.seconds
         heap, work, many = sorted(changed), 0, len(order) // 12
         while heap and work < many:
             o = order[sign * heappop(heap)]
@@ -185,11 +188,12 @@ class Timing:
             if a == times[o]:
                 continue
             times[o] = a
-            for one in (far[o], other[o]):
-                if one != none and (at := sign * place[one]) not in changed:
+            for neighbour in (far[o], opposite[o]):
+                if neighbour != none and (at := sign * place[neighbour]) not in changed:
                     changed.add(at)
                     heappush(heap, at)
         if heap:
+            # Much has changed: the rest in one pass, in which a place costs about an eighth.
             at = sign * heap[0]
             rest = order[at:] if sign > 0 else order[at::-1]
             self._run(way, rest)
@@ -275,17 +279,17 @@ class Timing:
         operation = order[at]
         if to > at:
             first, last = place[operation], place[order[to]]
-            found, rest = self._reached(operation, order[to], topological[first : last + 1])
-            window = [*rest, *found]
+            moving, rest = self._reached(operation, order[to], topological[first : last + 1])
+            window = [*rest, *moving]
         else:
             first, last = place[order[to]], place[operation]
-            found, rest = self._reaching(operation, order[to], topological[first : last + 1])
-            window = [*reversed(found), *reversed(rest)]
-        if not found:
+            moving, rest = self._reaching(operation, order[to], topological[first : last + 1])
+            window = [*reversed(moving), *reversed(rest)]
+        if not moving:
             return 0
         topological[first : last + 1] = window
-        for index, other in enumerate(window, first):
-            place[other] = index
+        for index, moved in enumerate(window, first):
+            place[moved] = index
         order.insert(to, order.pop(at))
         low, high = min(at, to), max(at, to)
         self._relink(order, low, high + 1)
@@ -301,40 +305,40 @@ class Timing:
     def _reached(self, operation: int, last: int, window: list[int]) -> tuple[list[int], list[int]]:
         """The part of a window that waits for an operation once it is behind `last`, the rest.
         Nothing if `last` itself waits for it."""
-        found, reached, rest = [operation], {operation}, []
+        waiting, reached, rest = [operation], {operation}, []
         behind = self.behind[operation]  # no longer waits for the operation itself
-        for other in window[1:]:
-            before = self.before[other]
-            if (before in reached and other != behind) or any(
-                source in reached for source, _ in self.sources[other]
+        for later in window[1:]:
+            before = self.before[later]
+            if (before in reached and later != behind) or any(
+                source in reached for source, _ in self.sources[later]
             ):
-                if other == last:
+                if later == last:
                     return [], []
-                found.append(other)
-                reached.add(other)
+                waiting.append(later)
+                reached.add(later)
             else:
-                rest.append(other)
-        return found, rest
+                rest.append(later)
+        return waiting, rest
 
     def _reaching(
         self, operation: int, first: int, window: list[int]
     ) -> tuple[list[int], list[int]]:
         """The part of a window that an operation waits for once it is before `first`, the rest,
         both from the end on. Nothing if it waits for `first` itself."""
-        found, reaching, rest = [operation], {operation}, []
+        awaited, reaching, rest = [operation], {operation}, []
         before = self.before[operation]
-        for other in reversed(window[:-1]):
-            behind = self.behind[other]
-            if (behind in reaching and other != before) or any(
-                reader in reaching for reader, _ in self.readers[other]
+        for earlier in reversed(window[:-1]):
+            behind = self.behind[earlier]
+            if (behind in reaching and earlier != before) or any(
+                reader in reaching for reader, _ in self.readers[earlier]
             ):
-                if other == first:
+                if earlier == first:
                     return [], []
-                found.append(other)
-                reaching.add(other)
+                awaited.append(earlier)
+                reaching.add(earlier)
             else:
-                rest.append(other)
-        return found, rest
+                rest.append(earlier)
+        return awaited, rest
 
 
 def _topological(before: Sequence[int], sources: _Links, candidates: Sequence[int]) -> list[int]:

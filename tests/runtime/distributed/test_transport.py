@@ -97,7 +97,7 @@ HALVES = families.one_f_one_b(2, 4)
 SEEDED = {
     "a step that breaks off takes memory from its reductions": (
         reducing,
-        "one.record_stream(self.stream)",
+        "tensor.record_stream(self.stream)",
         "pass",
         "freed: .* before its (read|write) by",
     ),
@@ -133,7 +133,7 @@ SEEDED = {
     ),
     "a buffer is used again while it is read": (
         buffers,
-        "if not is_shared(one)), None)",
+        "if not is_shared(buffer)), None)",
         "), None)",
         "read: by",
     ),

@@ -43,16 +43,16 @@ def data_sampler(
         dist.get_world_size() if dist.is_initialized() else number_of("WORLD_SIZE", 1, None, "1")
     )
     rank = dist.get_rank() if dist.is_initialized() else number_of("RANK", 0, None, "0")
-    found = mesh_of(mesh) or Mesh(max(1, world // replicas), replicas)
+    step_mesh = mesh_of(mesh) or Mesh(max(1, world // replicas), replicas)
     if world == 1:
         return DistributedSampler(dataset, 1, 0, shuffle, seed, drop_last)
-    if found.size != world:
+    if step_mesh.size != world:
         raise ValueError(
-            f"data_sampler: {found.replicas} replicas of {found.ranks} ranks, and there are "
-            f"{world} processes: give it the replicas, or the mesh, of the step"
+            f"data_sampler: {step_mesh.replicas} replicas of {step_mesh.ranks} ranks, and there "
+            f"are {world} processes: give it the replicas, or the mesh, of the step"
         )
     return DistributedSampler(
-        dataset, found.replicas, found.place(rank)[0], shuffle, seed, drop_last
+        dataset, step_mesh.replicas, step_mesh.place(rank)[0], shuffle, seed, drop_last
     )
 
 
@@ -88,15 +88,16 @@ class RankZeroLoader:
         if world is None:
             yield from self._given()
             return
-        mine, sent = self._each(), list[torch.Tensor]()
+        batches, sent = self._each(), list[torch.Tensor]()
 
         def find() -> Structure | None:
-            for value in mine:
+            for value in batches:
                 structure, sent[:] = structure_of(value)
                 return structure
             return None
 
         while True:
+            # After a failure there is another world.
             world = join_world(self.device) or world
             structure = _announced(self.announced, world, find)
             if structure is None:
@@ -116,10 +117,10 @@ class RankZeroLoader:
             except TypeError:
                 return None
 
-        found = _announced(Announced("the length of from_rank0"), world, find)
-        if found is None:
+        structure = _announced(Announced("the length of from_rank0"), world, find)
+        if structure is None:
             raise TypeError("the loader that rank 0 has given to from_rank0 has no length")
-        return int(found.filled(()))
+        return int(structure.filled(()))
 
     def _each(self) -> Iterator[Any]:
         yield from self._given()
@@ -130,14 +131,14 @@ class RankZeroLoader:
         return self.loader
 
     def _tensors(
-        self, world: World, structure: Structure, mine: Sequence[torch.Tensor]
+        self, world: World, structure: Structure, sent: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor]:
         """Rank 0's tensors, on every rank (collective if they have values there)."""
-        found = mine if world.rank == 0 else structure.empty(world.device, values=self.values)
-        if self.values and found:
+        tensors = sent if world.rank == 0 else structure.empty(world.device, values=self.values)
+        if self.values and tensors:
             with world.building("a batch of rank 0"):
-                share(world, found)
-        return found
+                share(world, tensors)
+        return tensors
 
 
 def _announced(

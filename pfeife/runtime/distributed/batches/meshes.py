@@ -12,7 +12,7 @@ MeshLike = Mesh | DeviceMesh | str
 _PIPELINE, _REPLICAS = ("pp", "pipeline", "stage"), ("dp", "replicate", "data")
 
 
-def mesh_of(given: Any) -> Mesh | None:
+def mesh_of(mesh: Any) -> Mesh | None:
     """A mesh from its short form, a DeviceMesh or itself. Raises ValueError for all else.
 
     >>> mesh_of("-2,4")
@@ -20,23 +20,23 @@ def mesh_of(given: Any) -> Mesh | None:
     >>> mesh_of("4,-2")
     Mesh(ranks=4, replicas=2, order=(0, 2, 4, 6, 1, 3, 5, 7))
     """
-    if given is None or isinstance(given, Mesh):
-        return given
-    if isinstance(given, DeviceMesh):
-        return _of_device_mesh(given)
-    if isinstance(given, str) and re.fullmatch(r"\s*-?\d{1,6}(\s*,\s*-?\d{1,6})*\s*", given):
-        return _of_sizes([int(one) for one in given.split(",")], given)
+    if mesh is None or isinstance(mesh, Mesh):
+        return mesh
+    if isinstance(mesh, DeviceMesh):
+        return _of_device_mesh(mesh)
+    if isinstance(mesh, str) and re.fullmatch(r"\s*-?\d{1,6}(\s*,\s*-?\d{1,6})*\s*", mesh):
+        return _of_sizes([int(size) for size in mesh.split(",")], mesh)
     raise ValueError(
-        f"option mesh={given!r}: must be row-major sizes of which the negative one is that of the "
+        f"option mesh={mesh!r}: must be row-major sizes of which the negative one is that of the "
         "replicas ('-2,4'), a DeviceMesh with dimensions named 'pp' and 'dp', or a Mesh"
     )
 
 
-def _of_sizes(sizes: list[int], given: str) -> Mesh:
+def _of_sizes(sizes: list[int], text: str) -> Mesh:
     """All but the negative axis, if there is one, are those of a pipeline."""
     replicas = [at for at, size in enumerate(sizes) if size < 0]
     if 0 in sizes or len(replicas) > 1:
-        raise ValueError(f"option mesh={given!r}: sizes of at least 1, and one negative at most")
+        raise ValueError(f"option mesh={text!r}: sizes of at least 1, and one negative at most")
     axes = [range(abs(size)) for size in sizes]
     every = {place: rank for rank, place in enumerate(itertools.product(*axes))}
 
@@ -48,8 +48,8 @@ def _of_sizes(sizes: list[int], given: str) -> Mesh:
     return Mesh(len(order) // count, count, order)
 
 
-def _of_device_mesh(given: DeviceMesh) -> Mesh:
-    names = list(given.mesh_dim_names or ())
+def _of_device_mesh(mesh: DeviceMesh) -> Mesh:
+    names = list(mesh.mesh_dim_names or ())
     pipeline = [at for at, name in enumerate(names) if name in _PIPELINE]
     replicas = [at for at, name in enumerate(names) if name in _REPLICAS]
     if len(pipeline) != 1 or len(replicas) > 1 or len(pipeline + replicas) != len(names):
@@ -57,6 +57,6 @@ def _of_device_mesh(given: DeviceMesh) -> Mesh:
             f"option mesh: a DeviceMesh with the dimensions {names}, of which one must be named "
             f"for the pipeline {_PIPELINE}, and one may be for its replicas {_REPLICAS}"
         )
-    ordered = given.mesh.permute(*replicas, *pipeline).reshape(-1, given.mesh.shape[pipeline[0]])
+    ordered = mesh.mesh.permute(*replicas, *pipeline).reshape(-1, mesh.mesh.shape[pipeline[0]])
     count, ranks = ordered.shape
     return Mesh(ranks, count, tuple(ordered.flatten().tolist()))

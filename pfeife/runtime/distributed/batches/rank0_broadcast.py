@@ -36,8 +36,8 @@ class Structure:
         """Room for the tensors, on the CPU or on this rank's device, as they are laid out on rank
         0; or tensors without values. Raises ValueError for what is no dtype or shape."""
         return [
-            _room(one, torch.device("cpu") if kind == "cpu" else device, values)
-            for one, kind in zip(self.tensors, self.devices, strict=True)
+            _room(layout, torch.device("cpu") if kind == "cpu" else device, values)
+            for layout, kind in zip(self.tensors, self.devices, strict=True)
         ]
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
@@ -45,11 +45,11 @@ class Structure:
         return decoded(self.value, [tensors[place] for place in self.places])
 
 
-def _room(one: Shaped, device: torch.device, values: bool) -> torch.Tensor:
-    kind = one.empty("meta").dtype
+def _room(layout: Shaped, device: torch.device, values: bool) -> torch.Tensor:
+    kind = layout.empty("meta").dtype
     if values:
-        return torch.empty_strided(one.shape, one.stride, dtype=kind, device=device)
-    like = torch.empty_strided(one.shape, one.stride, dtype=kind, device="meta")
+        return torch.empty_strided(layout.shape, layout.stride, dtype=kind, device=device)
+    like = torch.empty_strided(layout.shape, layout.stride, dtype=kind, device="meta")
     return absent(like, device, RankZeroBatch())
 
 
@@ -57,31 +57,31 @@ def structure_of(value: Any) -> tuple[Structure, list[torch.Tensor]]:
     """The structure of a value, and its tensors, each once. Raises CollectiveError for what has
     none that other ranks could be told: with tensors that want gradients, or whose elements share
     memory."""
-    found: list[torch.Tensor] = []
-    text = encoded(_with_dicts(value), found)
-    tensors = list({id(one): one for one in found}.values())
-    at = {id(one): index for index, one in enumerate(tensors)}
-    for one in tensors:
-        if one.requires_grad:
+    occurrences: list[torch.Tensor] = []
+    text = encoded(_with_dicts(value), occurrences)
+    tensors = list({id(tensor): tensor for tensor in occurrences}.values())
+    at = {id(tensor): index for index, tensor in enumerate(tensors)}
+    for tensor in tensors:
+        if tensor.requires_grad:
             raise CollectiveError(
-                f"a tensor that wants a gradient ({list(one.shape)}) is not sent to others"
+                f"a tensor that wants a gradient ({list(tensor.shape)}) is not sent to others"
             )
-        if any(n > 1 and not step for n, step in zip(one.shape, one.stride(), strict=True)):
+        if any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
             raise CollectiveError(
-                f"an expanded tensor ({list(one.shape)}) is not sent: pass a copy of it"
+                f"an expanded tensor ({list(tensor.shape)}) is not sent: pass a copy of it"
             )
     return Structure(
         text,
-        tuple(at[id(one)] for one in found),
+        tuple(at[id(tensor)] for tensor in occurrences),
         tuple(map(shaped, tensors)),
-        tuple(one.device.type for one in tensors),
+        tuple(tensor.device.type for tensor in tensors),
     ), tensors
 
 
 def _with_dicts(value: Any) -> Any:
     """The same with dicts for all mappings."""
     if isinstance(value, Mapping):
-        return {key: _with_dicts(one) for key, one in value.items()}
+        return {key: _with_dicts(part) for key, part in value.items()}
     if type(value) in (list, tuple):
         return type(value)(map(_with_dicts, value))
     return value
@@ -98,15 +98,16 @@ class Announced:
     def __call__(self, world: World, find: Callable[[], Structure | None]) -> Structure | None:
         """What rank 0 finds, on every rank, None for the end (collective). If it raises there, all
         ranks raise a CollectiveError that tells of it, rank 0 with the exception as its cause."""
+        # All ranks know as many structures, and so forget them at the same call.
         if self.generation != world.generation or len(self.known) == _MOST:
             self.generation, self.known = world.generation, {}
-        found, refused = None, None
+        structure, refused = None, None
         if world.rank == 0:
             try:
-                found = find()
+                structure = find()
             except Exception as error:
                 refused = error
-        number = self.known.get(found, len(self.known)) if found else _END
+        number = self.known.get(structure, len(self.known)) if structure else _END
         with world.building(self.place):
             where = f"{self.place}: {self.count} before, {len(self.known)} of them new"
             number = world.agreed(where, self.place, number=number, refused=refused).numbers[0]
@@ -114,8 +115,9 @@ class Announced:
             if number == _END:
                 return None
             if number == len(self.known):
-                text = world.from_rank_zero(plain.to_json(found) if found else "")
+                text = world.from_rank_zero(plain.to_json(structure) if structure else "")
                 self.known[plain.from_json(Structure, text)] = number
+        # A dictionary keeps the order of insertion, which is that of the numbers.
         return list(self.known)[number]
 
 

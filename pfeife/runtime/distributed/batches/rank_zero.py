@@ -29,7 +29,7 @@ class Sent:
         self.whole = False
 
     def __contains__(self, value: Any) -> bool:
-        return any(one is value for one in self.tensors)
+        return any(tensor is value for tensor in self.tensors)
 
     def everything(self) -> None:
         """All values to all ranks, if they have not got them (collective)."""
@@ -57,7 +57,7 @@ class Sent:
 
     def _send(self, connection: Connection, read: Mapping[int, Sequence[torch.Tensor]]) -> None:
         messages = {rank: pack(views) for rank, views in read.items() if rank and views}
-        works = [connection.group.send([one], rank, 0) for rank, one in messages.items()]
+        works = [connection.group.send([message], rank, 0) for rank, message in messages.items()]
         for work in works:
             work.wait(FOREVER)
 
@@ -88,5 +88,5 @@ class CallOfRankZero:
         structure = self.announced(world, find)
         assert structure is not None
         tensors = structure.empty(world.device) if world.rank else tensors
-        given, named = structure.filled(tensors)
-        return given, named, Sent(world, tensors)
+        positional, named = structure.filled(tensors)
+        return positional, named, Sent(world, tensors)

@@ -25,11 +25,11 @@ class Buffers:
 
     def take(self, layout: Layout) -> torch.Tensor:
         """A value of a layout, with whatever contents."""
-        known = self.known.setdefault(layout.bytes, [])
-        free = next((one for one in known if not is_shared(one)), None)
+        buffers = self.known.setdefault(layout.bytes, [])
+        free = next((buffer for buffer in buffers if not is_shared(buffer)), None)
         if free is None:
             free = self.make(layout.bytes)
-            known.append(free)
+            buffers.append(free)
         return layout.within(free, 0)
 
     def scratch(self, size: int) -> torch.Tensor:
@@ -40,10 +40,11 @@ class Buffers:
 
     def forget_used(self) -> None:
         """Leaves the buffers in use to those who use them."""
-        for size, known in self.known.items():
-            self.known[size] = [one for one in known if not is_shared(one)]
+        for size, buffers in self.known.items():
+            self.known[size] = [buffer for buffer in buffers if not is_shared(buffer)]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
+        """All buffers that it keeps, in use or not."""
         shared = [] if self.shared is None else [self.shared]
-        return [*shared, *(one for known in self.known.values() for one in known)]
+        return [*shared, *(buffer for buffers in self.known.values() for buffer in buffers)]

@@ -26,6 +26,7 @@ from pfeife.runtime.distributed.links.sending import Sending
 from pfeife.runtime.distributed.links.warm_up import way
 
 _MESSAGE, _PLACE = 0, 2  # tags
+# How many places of the receiver are listened for at once.
 _AHEAD = 8
 
 Works = Sequence[dist.Work | Sending]
@@ -75,7 +76,7 @@ class Outgoing:
             self.thread.submit(self._copy if at in copied else self._send, piece)
             for at, piece in enumerate(pieces)
         ]
-        return [Sending(one) for one in sent], pieces
+        return [Sending(future) for future in sent], pieces
 
     def close(self) -> None:
         """Lets go of the connection."""
@@ -143,9 +144,9 @@ class Ends:
         if connection.nccl:
             return Incoming(connection)
         blocks = self.blocks or (mapped.Blocks() if mapped.can_be_mapped() else None)
-        told = blocks.told() if blocks else mapped.empty_told()
+        identity = blocks.told() if blocks else mapped.empty_told()
         peer, answer = 1 - connection.place, torch.empty(1, dtype=torch.bool)
-        self.world.wait(connection.group.send([told], peer, _PLACE))
+        self.world.wait(connection.group.send([identity], peer, _PLACE))
         self.world.wait(connection.group.recv([answer], peer, _PLACE))
         if not answer.item():
             return Incoming(connection)
@@ -156,8 +157,10 @@ class Ends:
         """The sender's, which answers."""
         if connection.nccl:
             return Outgoing(connection)
-        peer, told = 1 - connection.place, mapped.empty_told()
-        self.world.wait(connection.group.recv([told], peer, _PLACE))
-        others = mapped.found(told)
-        self.world.wait(connection.group.send([torch.tensor([others is not None])], peer, _PLACE))
-        return Outgoing(connection, others)
+        peer, identity = 1 - connection.place, mapped.empty_told()
+        self.world.wait(connection.group.recv([identity], peer, _PLACE))
+        receiver_blocks = mapped.found(identity)
+        self.world.wait(
+            connection.group.send([torch.tensor([receiver_blocks is not None])], peer, _PLACE)
+        )
+        return Outgoing(connection, receiver_blocks)

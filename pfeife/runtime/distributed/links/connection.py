@@ -50,9 +50,9 @@ class Connection:
         limit = timedelta(seconds=timeout)
         self.group: Any = None
         if self.mine:
-            own = dist.PrefixStore(f"{self.ranks} {purpose}", store)
+            prefixed = dist.PrefixStore(f"{self.ranks} {purpose}", store)
             self.place = self.index(dist.get_rank())  # this rank, as the group counts
-            member = own, self.place, len(self.ranks), limit
+            member = prefixed, self.place, len(self.ranks), limit
             self.group = (
                 _torch.nccl_group(*member) if self.nccl else _torch.gloo_group(*member, gloo)
             )
@@ -61,8 +61,8 @@ class Connection:
         self.ending = False  # whether NCCL has been told
         self.never: list[dist.Work] = []
         if self.mine and not self.nccl:
-            others = [self.index(rank) for rank in self.ranks if rank != dist.get_rank()]
-            self.never = [self.group.recv([torch.zeros(1)], other, _CUT) for other in others]
+            peers = [self.index(rank) for rank in self.ranks if rank != dist.get_rank()]
+            self.never = [self.group.recv([torch.zeros(1)], peer, _CUT) for peer in peers]
 
     def index(self, rank: int) -> int:
         """A rank of the world as the group counts."""

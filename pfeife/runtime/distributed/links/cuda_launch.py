@@ -15,11 +15,12 @@ _VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 def check_launching(streams: int) -> None:
     """Raises ValueError where so many streams of a rank can wait for each other in a circle."""
-    told = os.environ.get("CUDA_LAUNCH_BLOCKING", "0")
-    if told not in ("", "0"):
+    blocking = os.environ.get("CUDA_LAUNCH_BLOCKING", "0")
+    if blocking not in ("", "0"):
         raise ValueError(
-            f"CUDA_LAUNCH_BLOCKING={told} keeps a rank in the launch of each receive until it has "
-            "its message, so that ranks wait for one another: unset it before the processes start"
+            f"CUDA_LAUNCH_BLOCKING={blocking} keeps a rank in the launch of each receive until it "
+            "has its message, so that ranks wait for one another: unset it before the processes "
+            "start"
         )
     queues = _queues()
     if queues < min(streams, MOST_QUEUES):
@@ -31,5 +32,5 @@ def check_launching(streams: int) -> None:
 
 
 def _queues() -> int:
-    told = os.environ.get(_VARIABLE, "")
-    return min(int(told), MOST_QUEUES) if told.isdecimal() and int(told) else QUEUES
+    setting = os.environ.get(_VARIABLE, "")
+    return min(int(setting), MOST_QUEUES) if setting.isdecimal() and int(setting) else QUEUES

@@ -54,10 +54,10 @@ def empty_told() -> torch.Tensor:
     return torch.zeros(2 + _PATTERN, dtype=torch.int64)
 
 
-def found(told: torch.Tensor) -> "Others | None":
+def found(identity: torch.Tensor) -> "Others | None":
     """The blocks of the process that has told of itself, None if they cannot be opened here: it is
     on another node, or shut off in a container, or another user's."""
-    process, file, *pattern = told.tolist()
+    process, file, *pattern = identity.tolist()
     try:
         same = _opened(process, file, _PATTERN).tolist() == pattern
     except (OSError, RuntimeError):
@@ -85,7 +85,7 @@ class Others:
 
     def forget_unused(self) -> None:
         """Lets go of the blocks that were not used since the last call: their owner may have."""
-        self.known = {n: one for n, one in self.known.items() if n in self.used}
+        self.known = {n: block for n, block in self.known.items() if n in self.used}
         self.used = set()
 
 

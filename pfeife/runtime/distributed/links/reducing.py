@@ -42,8 +42,8 @@ class Reducer:
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             job()
-            for one in touched:
-                one.record_stream(self.stream)
+            for tensor in touched:
+                tensor.record_stream(self.stream)
             return _Queued(self.stream.record_event())
 
     def close(self) -> None:
@@ -67,9 +67,11 @@ class _Job:
 
     @property
     def ended(self) -> float:
+        """When it was done; waits for that."""
         return self.done.result()
 
     def is_completed(self) -> bool:
+        """Whether it is done, or has failed."""
         return self.done.done()
 
     def wait(self, patience: timedelta) -> None:
@@ -88,13 +90,16 @@ class _Queued:
         self.event = event
 
     def is_completed(self) -> bool:
+        """Whether the stream has come to it."""
         return self.event.query()
 
     def wait(self, patience: timedelta) -> None:
+        """Keeps the caller's stream waiting, not the caller."""
         self.event.wait(torch.cuda.current_stream(self.event.device))
 
     @property
     def ended(self) -> float:
+        """Now, for want of a better time."""
         return time.perf_counter()
 
 
@@ -137,26 +142,28 @@ class Route:
 
     def sums(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Those that the member gets, as parts of one tensor, each with a count of its changes."""
-        found, at = {}, 0
+        totals, at = {}, 0
         for place in self.bucket.share(self.replica):
             name = self.bucket.reductions[place].name
-            found[name] = _view(flat, at, self.bucket, place).data  # a view has its base's count
+            totals[name] = _view(flat, at, self.bucket, place).data  # a view has its base's count
             at += self.bucket.elements[place]
-        return found
+        return totals
 
-    def run(self, flat: torch.Tensor, scratch: torch.Tensor, mine: torch.Tensor | None) -> None:
-        """Sends, adds up, and gathers the sums in `flat`, or keeps its own in `mine`."""
+    def run(
+        self, flat: torch.Tensor, scratch: torch.Tensor, owned_sum: torch.Tensor | None
+    ) -> None:
+        """Sends, adds up, and gathers the sums in `flat`, or keeps its own in `owned_sum`."""
         bucket, group = self.bucket, self.connection.group
         size = bucket.piece(self.replica) * bucket.dtype.itemsize
-        theirs = [bucket.piece(replica) * bucket.dtype.itemsize for replica in self._replicas]
+        piece_sizes = [bucket.piece(replica) * bucket.dtype.itemsize for replica in self._replicas]
         scratch = scratch[: size * bucket.members]
         sent = flat.view(torch.uint8)
-        _done(group.alltoall_base(scratch, sent, [size] * bucket.members, theirs), flat)
+        _done(group.alltoall_base(scratch, sent, [size] * bucket.members, piece_sizes), flat)
         total = self._added(scratch.view(bucket.dtype).view(bucket.members, -1))
-        if mine is None:
+        if owned_sum is None:
             _done(_torch.gather_into(group, sent, total.view(torch.uint8)), flat)
         else:
-            mine.copy_(total)
+            owned_sum.copy_(total)
 
     def run_sparse(self, totals: Sequence[torch.Tensor]) -> None:
         """Sums in place. Gloo sends the rows that gradients have; other backends refuse them."""
@@ -203,8 +210,10 @@ class Reducing:
 
     @property
     def ended(self) -> float:
+        """When what was begun was done, as time.perf_counter tells it."""
         return self.begun.ended
 
     def wait(self) -> Mapping[str, torch.Tensor]:
+        """What this rank gets of the bucket, once that is there."""
         self.waiting(self.begun)
         return self.found

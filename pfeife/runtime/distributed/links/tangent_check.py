@@ -12,8 +12,8 @@ _NEAR = {torch.float64: 1e-9, torch.float32: 1e-5}
 def sketch(tangents: Tangents) -> torch.Tensor:
     """Two numbers in float64 for every gradient: the sum of its sizes, and a sum with weights
     that are other ones for all neighbours, so that hardly a change leaves it as it is."""
-    gradients = [one for part in tangents for one in part.values()]
-    return torch.stack([number for one in gradients for number in _of(one)])
+    gradients = [gradient for part in tangents for gradient in part.values()]
+    return torch.stack([number for gradient in gradients for number in _of(gradient)])
 
 
 def _of(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -32,16 +32,16 @@ def _weights(count: int, like: torch.Tensor) -> torch.Tensor:
 
 def compared(sketches: Sequence[torch.Tensor], tangents: Tangents) -> str:
     """What is wrong with the ranks' sketches, "" if they agree to within rounding."""
-    gradients = [(name, one) for part in tangents for name, one in part.items()]
+    gradients = [(name, gradient) for part in tangents for name, gradient in part.items()]
     first = sketches[0].tolist()
-    for rank, other in enumerate(sketches[1:], 1):
-        theirs = other.tolist()
+    for rank, rank_sketch in enumerate(sketches[1:], 1):
+        second = rank_sketch.tolist()
         for index, (name, gradient) in enumerate(gradients):
             at = slice(2 * index, 2 * index + 2)
-            one, two = torch.tensor(first[at]), torch.tensor(theirs[at])
+            left, right = torch.tensor(first[at]), torch.tensor(second[at])
             near = _NEAR.get(gradient.dtype, 0.02)
-            most = max(first[at.start], theirs[at.start])
-            if not torch.allclose(one, two, 0.0, near * most, equal_nan=True):
+            most = max(first[at.start], second[at.start])
+            if not torch.allclose(left, right, 0.0, near * most, equal_nan=True):
                 return (
                     f"the gradient of {name.removeprefix('tangent_')} is another one on rank "
                     f"{rank} than on rank 0: each rank has computed its own loss of the step's "

@@ -27,13 +27,14 @@ _LISTENING = 2.5 * INTERVAL  # seconds in which a rank that lives gives a sign o
 def cause(monitor: Monitor, peer: int | None, error: RuntimeError, doing: str) -> Failure:
     """Why an operation with a rank (None if it is not known which) has failed, while this one was
     `doing` something: what any rank has said by now, or what can be seen. Takes some seconds."""
-    first, said = monitor.heartbeats(), monitor.heard(_LISTENING)
-    if said is not None:
-        return said
+    # `heard` takes its time, in which a rank that lives gives another sign.
+    first, failure = monitor.heartbeats(), monitor.heard(_LISTENING)
+    if failure is not None:
+        return failure
     second = monitor.heartbeats()
     if peer is None:
-        others = [rank for rank in range(monitor.size) if rank != monitor.rank]
-        peer = next((rank for rank in others if not lives(rank, first, second)), others[0])
+        peers = [rank for rank in range(monitor.size) if rank != monitor.rank]
+        peer = next((rank for rank in peers if not lives(rank, first, second)), peers[0])
     awaited = f"while rank {monitor.rank} waited for it in {doing}"
     if not lives(peer, first, second):
         return _gone(peer, awaited, second, error)
@@ -98,8 +99,8 @@ class Wait:
         # First whom this rank waits for, whom that one waits for, and so on: 0 -> 2 -> 3. Somebody
         # who is not in the chain may be the reason all the same, where one waits for all.
         chain = self._chain(self.rank)
-        others = [rank for rank in range(self.size) if rank != self.rank and rank not in chain]
-        for rank in (*chain[1:], *others):
+        remaining = [rank for rank in range(self.size) if rank != self.rank and rank not in chain]
+        for rank in (*chain[1:], *remaining):
             beat = self.now.get(rank)
             if beat is None or not lives(rank, self.before, self.now):
                 where = beat.doing if beat else ""
@@ -131,13 +132,13 @@ class Wait:
 
     def _chain(self, start: int) -> list[int]:
         """Who waits for whom, from one rank to one that waits for nobody, for all, or round."""
-        found, at = list[int](), start
-        while at != ALL and at not in found:
-            found.append(at)
+        chain, at = list[int](), start
+        while at != ALL and at not in chain:
+            chain.append(at)
             beat = (self.now or {}).get(at)
             waits_for = self.awaited if at == self.rank else beat.waits_for if beat else None
             at = ALL if waits_for is None else waits_for
-        return found
+        return chain
 
     def _deadlock(self) -> Failure:
         """All ranks wait. Somebody waits for one that waits for all, or they do so in a circle."""
@@ -150,7 +151,7 @@ class Wait:
             )
             return Failure(min(those), now[min(those)].doing, f"{cause}; {self}")
         waits = {rank: beat.waits_for for rank, beat in now.items()} | {self.rank: self.awaited}
-        start = next((rank for rank, other in sorted(waits.items()) if other != ALL), None)
+        start = next((rank for rank, awaited in sorted(waits.items()) if awaited != ALL), None)
         chain = self._chain(self.rank if start is None else start)
         last = chain[-1]
         where = now[last].doing if last in now else ""

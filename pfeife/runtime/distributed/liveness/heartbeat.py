@@ -94,6 +94,7 @@ class Monitor:
         """Tells all ranks; returns the first failure that any of them has announced."""
 
         def publish() -> Failure:
+            # The store keeps the first failure, and gives that to whoever announces a later one.
             first = self.store.compare_set("failure", "", plain.to_json(failure))
             return plain.from_json(Failure, first.decode())
 
@@ -116,8 +117,8 @@ class Monitor:
         def know() -> list[int]:
             return [rank for rank in everyone if self.store.check([f"heard {rank}"])]
 
-        found = self.ask(know)
-        return everyone if found is None else {self.rank, *found}
+        ranks = self.ask(know)
+        return everyone if ranks is None else {self.rank, *ranks}
 
     def heartbeats(self) -> Heartbeats | None:
         """The last signs of life; None if the store does not answer."""
@@ -145,7 +146,7 @@ class Monitor:
             return None
 
     def _run(self) -> None:
-        told, due = False, time.monotonic()
+        is_heard, due = False, time.monotonic()
         while True:
             try:  # questions may come one upon another: signs of life go on
                 job = self.jobs.get(timeout=max(0.0, due - time.monotonic()))
@@ -155,8 +156,8 @@ class Monitor:
                 return
             job()
             self.mute = False
-            if self.failure is not None and not told:
-                told = True
+            if self.failure is not None and not is_heard:
+                is_heard = True
                 threading.Thread(target=self.hear, args=(self.failure,), daemon=True).start()
 
     def _round(self) -> None:

@@ -25,15 +25,15 @@ def choose_interface(host: str, port: int) -> None:
     """
     if os.environ.get(_VARIABLE) or _address_of_name() is not None:
         return
-    found = interface_to(host, port)
-    if found is None:
+    interface = interface_to(host, port)
+    if interface is None:
         raise ValueError(
             f"this node's name {socket.gethostname()} has a loopback address, at which other nodes "
             f"do not find its ranks, and {host}, where ranks meet, is reached by no interface that "
             f"they could find them at: set {_VARIABLE} to the one that the nodes share"
         )
-    log.info("Gloo listens at %s, which reaches %s", found, host)
-    os.environ[_VARIABLE] = found
+    log.info("Gloo listens at %s, which reaches %s", interface, host)
+    os.environ[_VARIABLE] = interface
 
 
 def interface_to(host: str, port: int) -> str | None:
@@ -42,7 +42,7 @@ def interface_to(host: str, port: int) -> str | None:
         asking.connect((host, port))  # sends nothing
         address = asking.getsockname()[0]
         if not ipaddress.ip_address(address).is_loopback:
-            return next((name for name, one in _interfaces() if one == address), None)
+            return next((name for name, assigned in _interfaces() if assigned == address), None)
     return None
 
 
@@ -57,14 +57,15 @@ def _interfaces() -> Iterator[tuple[str, str]]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
-                told = fcntl.ioctl(asking, _ADDRESS, struct.pack("16s24x", name.encode()))
-                yield name, socket.inet_ntoa(told[20:24])
+                answer = fcntl.ioctl(asking, _ADDRESS, struct.pack("16s24x", name.encode()))
+                # 16 bytes of the name, then a sockaddr_in, whose address starts at its fifth byte.
+                yield name, socket.inet_ntoa(answer[20:24])
 
 
 def _address_of_name() -> str | None:
     """That of this node's name, None where it has none but loopback's."""
     with contextlib.suppress(OSError):
-        found = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)
-        addresses = [str(one[4][0]) for one in found]
+        entries = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)
+        addresses = [str(entry[4][0]) for entry in entries]
         return next((a for a in addresses if not ipaddress.ip_address(a).is_loopback), None)
     return None

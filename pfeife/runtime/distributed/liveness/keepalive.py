@@ -56,9 +56,9 @@ class Lifelines:
             return
         if os.environ.get("LOCAL_RANK") == "0":
             store.set(f"node {here}", plain.to_json(self._listening(own_address())))
-        for other in range(nodes):
-            if other != here:
-                self._connect(plain.from_json(Node, store.get(f"node {other}").decode()))
+        for node in range(nodes):
+            if node != here:
+                self._connect(plain.from_json(Node, store.get(f"node {node}").decode()))
 
     def _listening(self, address: str | None) -> Node:
         """Connections need not be accepted: the kernel answers on them."""
@@ -91,6 +91,7 @@ class Lifelines:
         return self.cut
 
     def close(self) -> None:
+        """Ends the connections to the other nodes, and listens no more."""
         for line, _ in self.lines:
             line.close()
         if self.listener is not None:

@@ -18,9 +18,9 @@ def tell_torchrun() -> None:
     error, path = getattr(sys, "last_value", None), os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error is None or not path or Path(path).exists():
         return
-    known = isinstance(error, PipelineError)
-    text = f"pfeife: {error.failure}" if known else f"{type(error).__name__}: {error}"
+    is_pipeline_error = isinstance(error, PipelineError)
+    text = f"pfeife: {error.failure}" if is_pipeline_error else f"{type(error).__name__}: {error}"
     line = " ".join(text.split())[:_LONGEST]
-    told = {"timestamp": str(int(time.time())), "py_callstack": line}
+    extra = {"timestamp": str(int(time.time())), "py_callstack": line}
     with contextlib.suppress(OSError):
-        Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": told}}))
+        Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))

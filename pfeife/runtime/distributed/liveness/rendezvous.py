@@ -34,11 +34,11 @@ def _rounds(
     """
     number = first
     while True:
-        found = _round(store, number, rank, size, timeout)
-        if found is None or rank in found:
+        missing = _round(store, number, rank, size, timeout)
+        if missing is None or rank in missing:
             number += 1
         else:
-            return number, found
+            return number, missing
 
 
 def _round(
@@ -52,10 +52,11 @@ def _round(
     missing = set(range(size)) - {rank}
     deadline, pause = time.monotonic() + timeout, 0.001
     while not store.check([verdict]):
-        missing = {one for one in missing if not store.check([f"here {number} {one}"])}
-        gone = any(store.check([f"left {one}"]) for one in missing)
+        missing = {peer for peer in missing if not store.check([f"here {number} {peer}"])}
+        gone = any(store.check([f"left {peer}"]) for peer in missing)
         if not missing or gone or time.monotonic() >= deadline:
             text = plain.to_json(tuple(sorted(missing)))
+            # The first verdict is that of all ranks, also of one that has found others missing.
             store.compare_set(verdict, "", text)
             break
         time.sleep(pause)

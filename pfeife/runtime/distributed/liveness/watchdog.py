@@ -66,15 +66,16 @@ class WaitWatchdog:
             if waited < min(warn, timeout - still):
                 continue  # nothing is asked of the store in vain
             seen.append(self.monitor.heartbeats())
+            # Until `seen` is full, whoever has given any sign of life counts as alive.
             before = seen[0] if len(seen) == seen.maxlen else {}
             assert doing.waits_for is not None
             monitor = self.monitor
             wait = Wait(
                 monitor.rank, monitor.size, doing.waits_for, waited, timeout, before, seen[-1]
             )
-            found = wait.failure() if waited >= timeout else None
-            if found is not None and self.look() == doing:
-                self.stop(found)
+            failure = wait.failure() if waited >= timeout else None
+            if failure is not None and self.look() == doing:
+                self.stop(failure)
                 self.over.set()
             elif waited >= warn:
                 warn *= 2

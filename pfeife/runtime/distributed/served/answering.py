@@ -33,6 +33,7 @@ class _Pending:
 
     @property
     def is_late(self) -> bool:
+        """Whether its time is over."""
         return time.monotonic() >= self.until
 
 
@@ -108,9 +109,9 @@ class Answering:
             self._send(self._answered())
 
     def _send(self, answered: Sequence[_Answered]) -> None:
-        for reader, tag, answer, found in answered:
+        for reader, tag, answer, entry in answered:
             with contextlib.suppress(RuntimeError):  # who asked is gone, and others see to it
-                self.post.send(reader, tag, plain.to_json(answer), found.tensors)
+                self.post.send(reader, tag, plain.to_json(answer), entry.tensors)
 
     def _answered(self) -> list[_Answered]:
         """Waits for something to answer, and answers what can be."""
@@ -137,9 +138,9 @@ class Answering:
             if question.passing:
                 over = self._is_passed(question) or pending.is_late
                 return (Answer(), StateEntry()) if over else None
-            found = self._read(pending)
-            if found is not None:
-                return Answer("", (*map(shaped, found.tensors),), found.states), found
+            entry = self._read(pending)
+            if entry is not None:
+                return Answer("", (*map(shaped, entry.tensors),), entry.states), entry
             if pending.is_late:
                 raise CollectiveError(self._never_rested(pending))
         except CollectiveError as error:
@@ -184,61 +185,64 @@ class Answering:
                     f"asks, {point.place}"
                 )
             return None
+        # It is at the place, but runs: it may write to state while that is read.
         if script.rest is Rest.NOWHERE and inside is None:
             return None
-        found = self.find(question)
-        if found is None and beyond:
+        entry = self.find(question)
+        if entry is None and beyond:
             raise CollectiveError("it has made no such copy of a model")
-        if found is None or not self._has_written_alike(pending, found, beyond):
+        if entry is None or not self._has_written_alike(pending, entry, beyond):
             return None
-        found.check_here()
-        if not self._has_assigned_alike(pending, found, beyond):
+        entry.check_here()
+        if not self._has_assigned_alike(pending, entry, beyond):
             return None
-        if script.rest is Rest.NOWHERE and not self._is_readable(inside, question, found):
+        if script.rest is Rest.NOWHERE and not self._is_readable(inside, question, entry):
             return None
-        copied = self._copied(found)
-        if script.rest is Rest.NOWHERE and not self._still(inside, pending, found, beyond):
+        copied = self._copied(entry)
+        # The script may have gone on while the copy was made, and have written to what was copied.
+        if script.rest is Rest.NOWHERE and not self._still(inside, pending, entry, beyond):
             return None
+        # Nobody counts what a script writes to an optimizer's state: from now on it must not.
         if question.optimizer is not None:
-            self.late.watch(STATE_BY_HAND, zip(found.names, found.tensors, strict=True))
+            self.late.watch(STATE_BY_HAND, zip(entry.names, entry.tensors, strict=True))
         return copied
 
     def _is_readable(
-        self, inside: ScriptCollective | None, question: Question, found: StateEntry
+        self, inside: ScriptCollective | None, question: Question, entry: StateEntry
     ) -> bool:
         """Whether a collective of the script's own leaves tensors alone. What was written to by
         hand may still be queued on a GPU, and nothing tells when that is over."""
         assert inside is not None
         by_hand = any(question.written) or question.point.by_data
-        return not (inside.writes_to(found.tensors) or (self.stream and by_hand))
+        return not (inside.writes_to(entry.tensors) or (self.stream and by_hand))
 
-    def _copied(self, found: StateEntry) -> StateEntry:
+    def _copied(self, entry: StateEntry) -> StateEntry:
         """On a GPU on a stream of its own, after what the script had queued when it came to rest:
         in the script's stream a collective may be waiting for the rank that asks."""
         if self.stream is None:
-            return found.copied()
+            return entry.copied()
         with torch.cuda.stream(self.stream):
             self.stream.wait_event(self.script.queued)
-            return found.copied()
+            return entry.copied()
 
     def _still(
-        self, inside: ScriptCollective | None, pending: "_Pending", found: StateEntry, beyond: bool
+        self, inside: ScriptCollective | None, pending: "_Pending", entry: StateEntry, beyond: bool
     ) -> bool:
         """Whether the script is still where it was, and has the same tensors there."""
         assert inside is not None
-        alike = self._has_written_alike(pending, found, beyond)
+        alike = self._has_written_alike(pending, entry, beyond)
         return inside.continues(collective_of(self.script.thread)) and alike
 
-    def _has_assigned_alike(self, pending: "_Pending", found: StateEntry, beyond: bool) -> bool:
+    def _has_assigned_alike(self, pending: "_Pending", entry: StateEntry, beyond: bool) -> bool:
         """Whether the script has written by `.data` as that of the rank which asks, and has come at
         least as far; False if it may yet. Raises CollectiveError if it will not. What ranks write
         to their own tensors so nobody sees: it shows in what they do to those of others in the same
         module, if there are any."""
         if pending.question.optimizer is not None:
             return True
-        others = self.beside(found.tensors)
-        point, here = pending.question.point, self.writes.by_data(others)
-        alike = here == point.by_data or not others
+        absent = self.beside(entry.tensors)
+        point, here = pending.question.point, self.writes.by_data(absent)
+        alike = here == point.by_data or not absent
         if not alike and beyond:
             raise CollectiveError(
                 f"the script has written to parameters by their .data on rank {pending.reader}, "
@@ -248,25 +252,25 @@ class Answering:
         asks = self.script.rest is Rest.ASKING and self.script.asked == point.asked
         return alike and (not point.by_data or beyond or asks)
 
-    def _has_written_alike(self, pending: "_Pending", found: StateEntry, beyond: bool) -> bool:
+    def _has_written_alike(self, pending: "_Pending", entry: StateEntry, beyond: bool) -> bool:
         """Whether the script has written to tensors as often as that of the rank which asks; False
         if it may yet. Raises CollectiveError if it will not."""
         question = pending.question
         if question.optimizer is not None:
             return True
-        counts = self.writes.counted(found.tensors)
-        for name, count, theirs in zip(found.names, counts, question.written, strict=True):
-            if count > theirs or (count < theirs and (beyond or pending.is_late)):
+        counts = self.writes.counted(entry.tensors)
+        for name, count, reader_count in zip(entry.names, counts, question.written, strict=True):
+            if count > reader_count or (count < reader_count and (beyond or pending.is_late)):
                 raise CollectiveError(
                     f"{name} was written to by hand {count} times since the last change that "
-                    f"all make, and on rank {pending.reader}, which asks, {theirs} times"
+                    f"all make, and on rank {pending.reader}, which asks, {reader_count} times"
                 )
         return counts == question.written
 
     def _watch(self) -> None:
         """Notes it when the next rank is gone, which NCCL does not notice."""
-        other = (self.world.rank + 1) % self.world.size
+        peer = (self.world.rank + 1) % self.world.size
         try:
-            self.post.text(other, NEVER)
+            self.post.text(peer, NEVER)
         except RuntimeError as error:
-            self.world.torn[other] = error
+            self.world.torn[peer] = error

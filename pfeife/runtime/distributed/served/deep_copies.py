@@ -60,15 +60,15 @@ class DeepCopies:
         if place != self.searched:
             self.searched, self.modules = place, weakref.WeakSet(living(nn.Module))
         original = self.asking.numbered.get(owned.number)
-        others = [module for module in self.modules if module not in watched]
-        if original is None or not any(_has(module, copied) for module in others):
+        unwatched = [module for module in self.modules if module not in watched]
+        if original is None or not any(_has(module, copied) for module in unwatched):
             return
         for module, state in _with(original, [*watched, *self.found]):
-            for other in others:
-                copies = _state(other) if type(other) is type(module) else {}
+            for candidate in unwatched:
+                copies = _state(candidate) if type(candidate) is type(module) else {}
                 if _shapes(copies) == _shapes(state) and _same(state, original, copies, copied):
                     self._note_all(state, copies)
-                    self.found.append(other)
+                    self.found.append(candidate)
                     return
 
     def _note_all(
@@ -86,6 +86,7 @@ class DeepCopies:
     def _note(self, copied: torch.Tensor, owned: Owned) -> None:
         """Gives a copy a number until the ranks come together."""
         moment = sum(self.asking.service.script.place.counts[1:])  # changes since the last call
+        # Negative, unlike the numbers that ranks have agreed on; the same where they copy alike.
         number = -1 - (abs(owned.number) * _MOMENTS + moment % _MOMENTS) * _COPIES
         while number in self.new:
             number -= 1
@@ -104,6 +105,7 @@ class DeepCopies:
         new, self.new = self.new, {}
         numbered: dict[int, Owned] = {}
         alike = len(set(digests)) == 1
+        # In the order of their provisional numbers, which is the same on all ranks.
         for number, (before, copied) in enumerate(sorted(new.items()), first):
             owned = self.known.pop(copied)
             self.asking.numbered.pop(before, None)
@@ -119,7 +121,7 @@ def _with(
 ) -> list[tuple[nn.Module, Mapping[str, torch.Tensor]]]:
     """Those of some modules that have a tensor, with their state, the largest first."""
     states = [(module, _state(module)) for module in modules]
-    having = [pair for pair in states if any(one is tensor for one in pair[1].values())]
+    having = [pair for pair in states if any(value is tensor for value in pair[1].values())]
     return sorted(having, key=lambda pair: -len(pair[1]))
 
 
@@ -133,7 +135,7 @@ def _state(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _has(module: nn.Module, parameter: nn.Parameter) -> bool:
-    return any(one is parameter for one in module.parameters(recurse=False))
+    return any(candidate is parameter for candidate in module.parameters(recurse=False))
 
 
 def _shapes(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
@@ -147,4 +149,4 @@ def _same(
     copied: torch.Tensor,
 ) -> bool:
     """Whether a tensor is among copies where its original is."""
-    return any(copies[name] is copied for name, one in originals.items() if one is original)
+    return any(copies[name] is copied for name, tensor in originals.items() if tensor is original)

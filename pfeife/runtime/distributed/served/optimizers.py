@@ -32,13 +32,13 @@ class Optimizers:
         """Notes it where ranks have not stepped equally often, by the `counts` of each: then these
         do not tell whether they are at one point of the script. Raises CollectiveError where some
         ranks have `loaded` an optimizer's state, and others none."""
-        other = next((rank for rank, count in enumerate(counts) if count != counts[0]), None)
+        uneven_rank = next((rank for rank, count in enumerate(counts) if count != counts[0]), None)
         self.loaded = False
-        if other is not None:
+        if uneven_rank is not None:
             self.asking.service.uneven = (
                 f"before the last call there were {counts[0]} steps of optimizers on rank 0 and "
-                f"{counts[other]} on rank {other}, so that nobody knows when the ranks are at one "
-                "point"
+                f"{counts[uneven_rank]} on rank {uneven_rank}, so that nobody knows when the "
+                "ranks are at one point"
             )
         if 0 < len(loaded) < len(counts):
             raise CollectiveError(
@@ -49,19 +49,21 @@ class Optimizers:
 
     def _ours(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether it has anything that ranks train."""
-        return any(one in self.asking.known for one in _parameters(optimizer))
+        return any(parameter in self.asking.known for parameter in _parameters(optimizer))
 
     def _listed(self) -> list[torch.optim.Optimizer]:
-        found = [one() for one in self.known]
-        return [one for one in found if one is not None]
+        optimizers = [reference() for reference in self.known]
+        return [optimizer for optimizer in optimizers if optimizer is not None]
 
     def before(self, optimizer: torch.optim.Optimizer) -> None:
         """When any optimizer is about to step."""
         if not self._ours(optimizer):
             return
-        if not any(other is optimizer for other in self._listed()):
+        if not any(listed is optimizer for listed in self._listed()):
             self._add(optimizer)
-            self.loaded |= any(optimizer.state.get(one) for one in _parameters(optimizer))
+            self.loaded |= any(
+                optimizer.state.get(parameter) for parameter in _parameters(optimizer)
+            )
             if _torch.is_in_backward():  # those of what other ranks train do not step here
                 self._add_living()
         if not _torch.is_in_backward():
@@ -69,7 +71,7 @@ class Optimizers:
         self._let_go(optimizer)  # what was loaded, or made before anybody trained it
 
     def _add(self, optimizer: torch.optim.Optimizer) -> None:
-        self.known = [weakref.ref(other) for other in (*self._listed(), optimizer)]
+        self.known = [weakref.ref(listed) for listed in (*self._listed(), optimizer)]
         self.asking.keep(optimizer)
         optimizer.register_state_dict_post_hook(self.saved)
         optimizer.register_load_state_dict_pre_hook(self._before_load)
@@ -86,16 +88,16 @@ class Optimizers:
         """When it has stepped."""
         if self._ours(optimizer):
             self._let_go(optimizer)  # what it makes where there is no gradient
-            known = [p for p in _parameters(optimizer) if p in self.asking.known]
+            trained = [p for p in _parameters(optimizer) if p in self.asking.known]
             if _torch.is_in_backward():
-                self.asking.writes.forget(known)
+                self.asking.writes.forget(trained)
             else:
-                self.asking.service.end_of("steps of optimizers", known)
+                self.asking.service.end_of("steps of optimizers", trained)
 
     def _let_go(self, optimizer: torch.optim.Optimizer) -> None:
         """Of the state for what other ranks train."""
-        for one in [p for p in _parameters(optimizer) if p in self.asking.foreign]:
-            optimizer.state.pop(one, None)
+        for parameter in [p for p in _parameters(optimizer) if p in self.asking.foreign]:
+            optimizer.state.pop(parameter, None)
 
     def _before_load(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
         self.asking.service.copies.release(state)
@@ -106,7 +108,7 @@ class Optimizers:
         self.asking.service.end_of("loads of state", ())
 
     def saved(
-        self, optimizer: torch.optim.Optimizer, found: dict[str, Any]
+        self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
     ) -> dict[str, Any] | None:
         """A hook: the state_dict() with the state of what other ranks train, which replaces what
         may be there for these, and by the indices that it has on one device; all are copies on the
@@ -114,11 +116,11 @@ class Optimizers:
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         if self.asking.foreign.reading or not self.asking.is_asked_for(trained):
             return None
-        groups = zip(optimizer.param_groups, found["param_groups"], strict=True)
+        groups = zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
         pairs = [
             pair
-            for mine, packed in groups
-            for pair in zip(mine["params"], packed["params"], strict=True)
+            for group, packed in groups
+            for pair in zip(group["params"], packed["params"], strict=True)
         ]
         missing = {index: p for p, index in pairs if p in self.asking.foreign}
         numbers = {index: self.asking.number(p) for p, index in pairs if p in self.asking.known}
@@ -126,28 +128,38 @@ class Optimizers:
         def by_number(states: Mapping[Any, Any]) -> dict[int, Any]:
             return {numbers[index]: state for index, state in states.items() if index in numbers}
 
-        here = {index: state for index, state in found["state"].items() if index not in missing}
-        theirs = self.asking.states(self._named(optimizer), missing.values(), by_number(here))
+        here = {
+            index: state for index, state in state_dict["state"].items() if index not in missing
+        }
+        remote = self.asking.states(self._named(optimizer), missing.values(), by_number(here))
         copies = pytree.tree_map_only(torch.Tensor, copied, here)
-        whole = copies | {i: theirs[numbers[i]] for i in missing if numbers[i] in theirs}
+        whole = copies | {i: remote[numbers[i]] for i in missing if numbers[i] in remote}
         self.asking.watch_copies(by_number(whole), "the state of ")
+        # As on one device: the parameters in their order, then what else an optimizer keeps.
         order = sorted(index for index in whole if isinstance(index, int))
         ordered = {index: whole[index] for index in order}
-        return found | {"state": ordered | {key: whole[key] for key in whole if key not in ordered}}
+        return state_dict | {
+            "state": ordered | {key: whole[key] for key in whole if key not in ordered}
+        }
 
     def _named(self, optimizer: torch.optim.Optimizer) -> Named:
         """What all ranks call it. An optimizer that has not stepped here comes last."""
         kind, groups = self._described(optimizer)
-        alike = [one for one in self._listed() if self._described(one) == (kind, groups)]
-        place = next((at for at, one in enumerate(alike) if one is optimizer), len(alike))
+        alike = [listed for listed in self._listed() if self._described(listed) == (kind, groups)]
+        place = next((at for at, listed in enumerate(alike) if listed is optimizer), len(alike))
         return Named(kind, groups, place)
 
     def _described(
         self, optimizer: torch.optim.Optimizer
     ) -> tuple[str, tuple[tuple[int, ...], ...]]:
-        known = self.asking.known
+        owners = self.asking.known
         groups = (
-            (*(known[one].number if one in known else -1 for one in group["params"]),)
+            (
+                *(
+                    owners[parameter].number if parameter in owners else -1
+                    for parameter in group["params"]
+                ),
+            )
             for group in optimizer.param_groups
         )
         return type(optimizer).__name__, (*groups,)
@@ -164,7 +176,7 @@ class Optimizers:
             names = (owned.name for owned, _ in wanted)
             return StateEntry((*(tensor for _, tensor in wanted),), (*names,))
         named = question.optimizer
-        listed = (one for one in self._listed() if self._named(one) == named)
+        listed = (optimizer for optimizer in self._listed() if self._named(optimizer) == named)
         optimizer = next(listed, None)
         if optimizer is None:
             raise CollectiveError(f"no {named.kind} with the same parameters has stepped there")
@@ -177,4 +189,4 @@ class Optimizers:
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    return (one for group in optimizer.param_groups for one in group["params"])
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])

@@ -53,7 +53,9 @@ class Post:
         """Returns when all has been taken."""
         data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         head = torch.tensor([len(data)])
-        dense = (as_bytes(one.detach().cpu().contiguous()) for one in tensors if one.numel())
+        dense = (
+            as_bytes(tensor.detach().cpu().contiguous()) for tensor in tensors if tensor.numel()
+        )
         for piece in itertools.chain((head, data), dense):
             self._group().send([piece], rank, tag).wait(FOREVER)
 
@@ -68,12 +70,12 @@ class Post:
         self._group().recv([data], rank, tag).wait(FOREVER)
         return bytes(data.numpy()).decode()
 
-    def tensor(self, rank: int, tag: int, told: Shaped) -> torch.Tensor:
+    def tensor(self, rank: int, tag: int, layout: Shaped) -> torch.Tensor:
         """The next tensor of a rank, as it was told of. Raises ValueError for what is none."""
-        found = told.empty()
-        if found.numel():
-            self._group().recv([as_bytes(found)], rank, tag).wait(FOREVER)
-        return told.laid_out(found)
+        dense = layout.empty()
+        if dense.numel():
+            self._group().recv([as_bytes(dense)], rank, tag).wait(FOREVER)
+        return layout.laid_out(dense)
 
     def _group(self) -> "torch.distributed.ProcessGroup":
         group = self.connection.group

@@ -12,7 +12,7 @@ from pfeife.frontend.deferred.gc_objects import heirs
 from pfeife.runtime.distributed.served.script_point import Point
 from pfeife.runtime.failure import CollectiveError
 
-_DTYPES = {str(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 @attrs.frozen
@@ -58,8 +58,8 @@ class Shaped:
 
     def laid_out(self, dense: torch.Tensor) -> torch.Tensor:
         """The tensor with the strides that it had, if no two of its values share memory there."""
-        found = torch.empty_strided(self.shape, self.stride, dtype=dense.dtype)
-        return found.copy_(dense) if found.untyped_storage().nbytes() == dense.nbytes else dense
+        strided = torch.empty_strided(self.shape, self.stride, dtype=dense.dtype)
+        return strided.copy_(dense) if strided.untyped_storage().nbytes() == dense.nbytes else dense
 
 
 @attrs.frozen

@@ -63,10 +63,10 @@ class Saving:
     def before(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """Asks for what is missing below a module, and copies the rest. Raises ValueError where the
         parameters themselves are wanted, and what `Asking.tensors` does."""
-        known = list(self._known(module.modules()))
-        if self.asking.foreign.reading or not self.asking.is_asked_for(known):
+        trained = list(self._known(module.modules()))
+        if self.asking.foreign.reading or not self.asking.is_asked_for(trained):
             return
-        missing = [tensor for tensor in known if self.asking.is_missing(tensor)]
+        missing = [tensor for tensor in trained if self.asking.is_missing(tensor)]
         if keep_vars:
             if not missing:
                 return
@@ -75,16 +75,17 @@ class Saving:
                 "cannot give the tensor itself (keep_vars=True): call "
                 "pfeife.full_state_dict(model) on every rank"
             )
-        batch, numbers = self.batch, {self.asking.number(tensor) for tensor in known}
+        batch, numbers = self.batch, {self.asking.number(tensor) for tensor in trained}
+        # The outermost module; the same one again is one whose last state_dict() has failed.
         if batch.by == (module, prefix) or not numbers <= batch.values.keys():
             batch.by, batch.values = (module, prefix), {}
-            here = (tensor for tensor in known if not self.asking.is_missing(tensor))
+            here = (tensor for tensor in trained if not self.asking.is_missing(tensor))
             copies = {self.asking.number(tensor): copied(tensor) for tensor in here}
             batch.values = copies | self.asking.tensors(missing)
             self.asking.watch_copies(batch.values)
 
     def after(
-        self, module: nn.Module, found: MutableMapping[str, Any], prefix: str, metadata: Any
+        self, module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, metadata: Any
     ) -> None:
         """Puts copies in the place of a module's own tensors. Raises ValueError if another hook has
         made something else of those that are absent."""
@@ -93,23 +94,23 @@ class Saving:
             number = self.asking.number(tensor) if tensor in self.asking.known else -1
             if number in batch.values:
                 absent = self.asking.is_missing(tensor)
-                _fill_in(found, prefix + name, tensor, batch.values[number], absent)
+                _fill_in(state_dict, prefix + name, tensor, batch.values[number], absent)
         if batch.by == (module, prefix):
             batch.by, batch.values = None, {}
 
     def _known(self, modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
         """What ranks train of the state of modules."""
-        own = (one for module in modules for one in _torch.saved_state(module).values())
-        return (tensor for tensor in own if tensor in self.asking.known)
+        state = (tensor for module in modules for tensor in _torch.saved_state(module).values())
+        return (tensor for tensor in state if tensor in self.asking.known)
 
     def absent_beside(self, tensors: Collection[torch.Tensor]) -> set[torch.Tensor]:
         """What this rank lacks of the state of modules that have some tensors."""
-        found = set[torch.Tensor]()
+        absent = set[torch.Tensor]()
         for module in list(self.watched):
             state = set(self._known(module.modules()))
             if not state.isdisjoint(tensors):
-                found |= {one for one in state if self.asking.is_missing(one)}
-        return found
+                absent |= {tensor for tensor in state if self.asking.is_missing(tensor)}
+        return absent
 
     def before_load(self, module: nn.Module, state: Mapping[str, Any], *args: Any) -> None:
         """Loading waits for those who read, and is counted. Raises what `Service.begin` does."""
@@ -118,6 +119,7 @@ class Saving:
             self.asking.service.begin("loads of state")
 
     def after_load(self, module: nn.Module, *args: Any) -> None:
+        """What was loaded counts as a change that all ranks make."""
         if self._trains(module):
             self.asking.service.end_of("loads of state", self._known([module]))
 
@@ -131,7 +133,7 @@ class Saving:
 
 
 def _fill_in(
-    found: MutableMapping[str, Any],
+    state_dict: MutableMapping[str, Any],
     key: str,
     tensor: torch.Tensor,
     copy: torch.Tensor,
@@ -139,14 +141,19 @@ def _fill_in(
 ) -> None:
     """Puts a copy where a tensor is; that is nowhere if a hook has dropped it. Raises ValueError if
     a hook has changed it and it is `absent`."""
-    if absent and key in found and not _is_in(found[key], tensor):
+    if absent and key in state_dict and not _is_in(state_dict[key], tensor):
         raise ValueError(_otherwise(key))
-    keys = [key] if key in found else [k for k, one in found.items() if _is_in(one, tensor)]
+    # A hook may have put it under another key, or more of them.
+    keys = (
+        [key]
+        if key in state_dict
+        else [k for k, value in state_dict.items() if _is_in(value, tensor)]
+    )
     for at in keys:
-        if absent and found[at].shape != copy.shape:
+        if absent and state_dict[at].shape != copy.shape:
             raise ValueError(_otherwise(at))
-        if absent or _is_in(found[at], tensor):
-            found[at] = copy
+        if absent or _is_in(state_dict[at], tensor):
+            state_dict[at] = copy
 
 
 def _is_in(value: Any, tensor: torch.Tensor) -> bool:

@@ -43,8 +43,8 @@ class Asking:
 
     def is_asked_for(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether a rank, this one or another, lacks any of some tensors that ranks train."""
-        owned = (self.known[tensor] for tensor in tensors if tensor in self.known)
-        return any(len(one.everywhere) < one.mesh.size for one in owned)
+        owned_tensors = (self.known[tensor] for tensor in tensors if tensor in self.known)
+        return any(len(owned.everywhere) < owned.mesh.size for owned in owned_tensors)
 
     def tensors(self, missing: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
         """The values of absent tensors by their numbers. A rank that is `missing` none counts as
@@ -93,7 +93,7 @@ class Asking:
         """Lets go of what nobody else has any more; the ranks are at one place."""
         references = [weakref.ref(value) for value in self.kept]
         self.kept.clear()
-        self.kept += [value for one in references if (value := one()) is not None]
+        self.kept += [value for reference in references if (value := reference()) is not None]
 
     def _by_rank(self, tensors: Iterable[torch.Tensor]) -> dict[int, dict[int, torch.Tensor]]:
         by_rank: dict[int, dict[int, torch.Tensor]] = {}  # a tied tensor once

@@ -161,9 +161,9 @@ class Service:
             try:
                 self._leave(rank, question)
                 answer = plain.from_json(Answer, self.post.text(rank, question.tag))
-                for told in answer.tensors:
+                for layout in answer.tensors:
                     waits.again()
-                    tensors.append(self.post.tensor(rank, question.tag, told))
+                    tensors.append(self.post.tensor(rank, question.tag, layout))
             except RuntimeError as error:
                 raise self.world.lost(rank, error) from None
         if answer.refused:

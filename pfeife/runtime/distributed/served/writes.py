@@ -52,8 +52,10 @@ class Writes:
 
     def _since(self) -> dict[int, int]:
         """How often tensors were written to since the last change, by their numbers, if at all."""
-        pairs = [(one, version_of(one) - before) for one, (before, _) in self.before.items()]
-        return {self.known[one].number: n for one, n in pairs if n and one in self.known}
+        pairs = [
+            (tensor, version_of(tensor) - before) for tensor, (before, _) in self.before.items()
+        ]
+        return {self.known[tensor].number: n for tensor, n in pairs if n and tensor in self.known}
 
     def told(self, numbers: Iterable[int]) -> dict[int, int]:
         """How often each of some tensors was written to since the ranks have last used it, if at
@@ -88,6 +90,7 @@ class _Watched:
 
     @property
     def is_written(self) -> bool:
+        """Whether the script has written to it since it is watched."""
         return self.count(self.tensor) != self.before
 
 
@@ -117,8 +120,10 @@ class LateWrites:
     def release(self, values: Any) -> None:
         """Watches the tensors among some values no more."""
         released = set(map(id, pytree.tree_leaves(values)))
-        kept = {k: one for k, one in self.watched.items() if id(one.tensor) not in released}
-        self.watched = kept
+        watched = {
+            k: entry for k, entry in self.watched.items() if id(entry.tensor) not in released
+        }
+        self.watched = watched
 
     def close(self) -> None:
         """Before the next change: what is written to from now on is no matter."""

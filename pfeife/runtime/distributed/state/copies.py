@@ -61,24 +61,30 @@ class Copies:
 
     def _copied(self, tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Those of some tensors that one replica trains for all, by their numbers, in order."""
-        known = {self.known[p].number: p for p in tensors if p in self.known}
-        return {n: known[n] for n in sorted(known) if self.known[known[n]].replica is not None}
+        by_number = {self.known[p].number: p for p in tensors if p in self.known}
+        return {
+            n: by_number[n]
+            for n in sorted(by_number)
+            if self.known[by_number[n]].replica is not None
+        }
 
     def renew(self, world: Peers, tensors: Iterable[torch.Tensor]) -> None:
         """Gives every replica the values of those that others train (collective)."""
         copied = self._copied(tensors)
         if not copied:
             return
-        mesh = next(self.known[one].mesh for one in copied.values())
+        mesh = next(self.known[tensor].mesh for tensor in copied.values())
         replica, rank = mesh.place(world.rank)
         columns = [
             sorted(mesh.in_world(r, k) for r in range(mesh.replicas)) for k in range(mesh.ranks)
         ]
+        # All ranks make the connections of all columns, in one order; each uses its own.
         connection = [world.connection_of(ranks, "copies") for ranks in columns][rank]
-        here = [one for one in copied.values() if self.known[one].holds(world.rank)]
+        here = [tensor for tensor in copied.values() if self.known[tensor].holds(world.rank)]
+        # If this ends half-way, the next call tells all ranks, which then copy again.
         self.behind = True
         pieces = [
-            _pieces([one for one in here if self.known[one].replica == owner])
+            _pieces([tensor for tensor in here if self.known[tensor].replica == owner])
             for owner in range(mesh.replicas)
         ]
         for together in zip_longest(*pieces):  # one of each owner at a time
@@ -91,11 +97,12 @@ class Copies:
                     under_way.append((work, message, () if owner == replica else piece))
             for work, message, copies in under_way:
                 world.wait(work)
-                for one in filter(is_absent, copies):  # gradients that are elsewhere, written to it
-                    take_values(one)
+                # Absent ones: gradients that are elsewhere were written to them.
+                for tensor in filter(is_absent, copies):
+                    take_values(tensor)
                 unpack(message, copies)
         self.versions.update(
-            {n: version_of(one) for n, one in copied.items() if n in self.versions}
+            {n: version_of(tensor) for n, tensor in copied.items() if n in self.versions}
         )
         self.behind = False
 
@@ -103,10 +110,10 @@ class Copies:
 def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Tensors that travel together."""
     open_: list[torch.Tensor] = []
-    for one in tensors:
-        if open_ and sum(other.nbytes for other in open_) + one.nbytes > BUCKET_BYTES:
+    for tensor in tensors:
+        if open_ and sum(queued.nbytes for queued in open_) + tensor.nbytes > BUCKET_BYTES:
             yield open_
             open_ = []
-        open_.append(one)
+        open_.append(tensor)
     if open_:
         yield open_

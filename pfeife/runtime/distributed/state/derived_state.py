@@ -19,12 +19,12 @@ def holders_of(
 ) -> dict[str, tuple[int, ...]]:
     """The ranks of a pipeline that have tensors which the others lack: of those where these are the
     same ranks in each pipeline (collective)."""
-    nothing = " ".join(str(at) for at, one in enumerate(tensors.values()) if is_absent(one))
-    told = [{int(at) for at in text.split()} for text in world.from_all_ranks(nothing)]
-    found = {}
+    nothing = " ".join(str(at) for at, tensor in enumerate(tensors.values()) if is_absent(tensor))
+    lacking = [{int(at) for at in text.split()} for text in world.from_all_ranks(nothing)]
+    holders = {}
     for at, name in enumerate(tensors):
-        having = [rank for rank, lacks in enumerate(told) if at not in lacks]
+        having = [rank for rank, lacks in enumerate(lacking) if at not in lacks]
         places = sorted({mesh.place(rank)[1] for rank in having})
-        if 0 < len(having) < len(told) and len(having) == mesh.replicas * len(places):
-            found[name] = tuple(places)
-    return found
+        if 0 < len(having) < len(lacking) and len(having) == mesh.replicas * len(places):
+            holders[name] = tuple(places)
+    return holders

@@ -34,32 +34,34 @@ class Gradients:
         """Warns where ranks have stepped other optimizers than this `rank`, by the digests of each.
         That is no error: an optimizer of each parameter, stepped when its gradient is there, is
         stepped where the parameter is."""
-        others = [other for other, digest in enumerate(digests) if digest != digests[rank]]
-        if others:
+        differing = [peer for peer, digest in enumerate(digests) if digest != digests[rank]]
+        if differing:
             self._warn(
                 "steps",
                 f"rank {rank} has stepped {', '.join(sorted(self.stepped)) or 'no optimizer'} "
-                f"since the last step, and ranks {others} others, or otherwise set: every rank "
+                f"since the last step, and ranks {differing} others, or otherwise set: every rank "
                 "trains a part of the model, so that all make the same steps",
             )
 
-    def check_settings(self, told: Sequence[Iterable[tuple[int, str]]]) -> None:
+    def check_settings(self, by_rank: Sequence[Iterable[tuple[int, str]]]) -> None:
         """Raises CollectiveError where a group whose parameters several ranks step is set otherwise
         on some of them, by the numbers and digests that each has told."""
         by_number: dict[int, dict[int, str]] = {}
-        for rank, settings in enumerate(told):
+        for rank, settings in enumerate(by_rank):
             for number, digest in settings:
                 by_number.setdefault(number, {})[rank] = digest
         for number, digests in by_number.items():
             first, *rest = digests
-            others = [rank for rank in rest if digests[rank] != digests[first]]
-            if others:
+            differing = [rank for rank in rest if digests[rank] != digests[first]]
+            if differing:
                 made = self.settings.get(number, ())
-                mine = " and ".join(f"{one} {made.count(one)} times" for one in dict.fromkeys(made))
+                here = " and ".join(
+                    f"{setting} {made.count(setting)} times" for setting in dict.fromkeys(made)
+                )
                 raise CollectiveError(
-                    f"an optimizer has stepped on ranks {others} with other settings than on rank "
-                    f"{first}, or not as often (here as {mine or 'nothing'}): what changes its "
-                    "param_groups, as a scheduler's step(), is called on every rank, and begin "
+                    f"an optimizer has stepped on ranks {differing} with other settings than on "
+                    f"rank {first}, or not as often (here as {here or 'nothing'}): what changes "
+                    "its param_groups, as a scheduler's step(), is called on every rank, and begin "
                     "again from the last checkpoint, for the optimizer has made that step"
                 )
 
@@ -83,6 +85,7 @@ class Gradients:
             text = _described(optimizer, group)
             self.stepped.add(text)
             shared = self._shared(group["params"])
+            # Without a gradient here nothing of the group is stepped: nothing to compare.
             if shared is not None and any(p.grad is not None for p in group["params"]):
                 self.settings.setdefault(shared.number, []).append(text)
 
@@ -123,14 +126,14 @@ class Gradients:
 
     def _divided(self, parameters: Iterable[torch.Tensor]) -> Any:
         """The first of some parameters that not all ranks train, None if all do."""
-        known = (self.owned[p] for p in parameters if p in self.owned)
-        return next((one for one in known if len(one.everywhere) < one.mesh.size), None)
+        trained = (self.owned[p] for p in parameters if p in self.owned)
+        return next((owned for owned in trained if len(owned.everywhere) < owned.mesh.size), None)
 
     def _shared(self, parameters: Iterable[torch.Tensor]) -> Any:
         """The first of some parameters that several ranks train, these or others; else None."""
-        known = [self.owned[p] for p in parameters if p in self.owned]
-        several = len({rank for one in known for rank in one.everywhere}) > 1
-        return known[0] if several else None
+        trained = [self.owned[p] for p in parameters if p in self.owned]
+        several = len({rank for owned in trained for rank in owned.everywhere}) > 1
+        return trained[0] if several else None
 
     def _check_state(
         self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
@@ -138,11 +141,11 @@ class Gradients:
         """State for the parameters of other ranks, and none for those of this one, is that of
         another rank's optimizer."""
         state = optimizer.state  # which may have more than parameters
-        others = [p for p in parameters if p in state and p.grad is None and p in self.absent]
-        others = [p for p in others if state[p]]
-        if others and any(p.grad is not None and not state.get(p) for p in parameters):
+        foreign = [p for p in parameters if p in state and p.grad is None and p in self.absent]
+        foreign = [p for p in foreign if state[p]]
+        if foreign and any(p.grad is not None and not state.get(p) for p in parameters):
             raise ValueError(
-                f"the optimizer has state for {self.owned[others[0]].name}, which another rank "
+                f"the optimizer has state for {self.owned[foreign[0]].name}, which another rank "
                 "trains, and none for parameters of this rank: load the whole "
                 "optimizer.state_dict(), which every rank gives, on every rank"
             )
@@ -157,5 +160,5 @@ class Gradients:
 def _described(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
     """An optimizer with what a group is set to, its numbers of Python's."""
     plain = int | float | str | tuple | None
-    given = [f"{key}={value}" for key, value in group.items() if isinstance(value, plain)]
-    return f"{type(optimizer).__name__}({', '.join(given)})"
+    settings = [f"{key}={value}" for key, value in group.items() if isinstance(value, plain)]
+    return f"{type(optimizer).__name__}({', '.join(settings)})"

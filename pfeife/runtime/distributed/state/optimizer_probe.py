@@ -42,15 +42,16 @@ def why_not_apart(optimizer: Optimizer) -> str:
 
 
 def _tried(optimizer: Optimizer) -> str:
-    (plain, drawn), (other, _) = (_stepped(optimizer, wild=wild) for wild in (False, True))
+    (plain, drawn), (disturbed, _) = (_stepped(optimizer, wild=wild) for wild in (False, True))
     if drawn:
         return "draws random numbers, and those for the parameters of other ranks are not drawn"
-    same = (_same(one, two) for one, two in zip(plain[::2], other[::2], strict=True))
+    # Those at even places have the same values and gradients both times.
+    same = (_same(first, second) for first, second in zip(plain[::2], disturbed[::2], strict=True))
     return "" if all(same) else "computes something of several parameters, as a norm of them all"
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return bool(((first == second) | (first.isnan() & second.isnan())).all())
 
 
 def _stepped(optimizer: Optimizer, *, wild: bool) -> tuple[list[torch.Tensor], bool]:
@@ -63,20 +64,20 @@ def _stepped(optimizer: Optimizer, *, wild: bool) -> tuple[list[torch.Tensor], b
     before = [generator.get_state() for generator in generators]
     with watching() as moved:
         for _ in range(_STEPS):
-            for at, one in enumerate(parameters):
-                one.grad = torch.randn(one.shape, generator=numbers).to(one.dtype)
+            for at, parameter in enumerate(parameters):
+                parameter.grad = torch.randn(parameter.shape, generator=numbers).to(parameter.dtype)
                 if wild and at % 2:
-                    one.data.mul_(8).add_(1)
-                    one.grad.mul_(2.0**20)
+                    parameter.data.mul_(8).add_(1)
+                    parameter.grad.mul_(2.0**20)
             _plain_step(small)()
     after = [generator.get_state() for generator in generators]
     drawn = bool(moved) or not all(map(torch.equal, before, after))
-    return [one.detach() for one in parameters], drawn
+    return [parameter.detach() for parameter in parameters], drawn
 
 
 def _own_generators(optimizer: Optimizer) -> list[torch.Generator]:
-    kept = [value for one in _with_inner(optimizer) for value in vars(one).values()]
-    return [value for value in kept if isinstance(value, torch.Generator)]
+    attributes = [value for part in _with_inner(optimizer) for value in vars(part).values()]
+    return [value for value in attributes if isinstance(value, torch.Generator)]
 
 
 def _plain_step(optimizer: Optimizer) -> Callable[[], Any]:
@@ -89,31 +90,35 @@ def _plain_step(optimizer: Optimizer) -> Callable[[], Any]:
 def _small(optimizer: Optimizer, numbers: torch.Generator) -> Optimizer:
     """A copy over small parameters, with all that it and optimizers within it have."""
     memo: dict[int, Any] = {}
-    for one in _with_inner(optimizer):
-        for parameter in (p for group in one.param_groups for p in group["params"]):
+    for part in _with_inner(optimizer):
+        for parameter in (p for group in part.param_groups for p in group["params"]):
             memo[id(parameter)] = _cut(parameter, parameter.shape, numbers)
-            for kept in dict(one.state).get(parameter, {}).values():
-                if isinstance(kept, torch.Tensor):
-                    memo[id(kept)] = _cut(kept, parameter.shape, numbers)
+            for value in dict(part.state).get(parameter, {}).values():
+                if isinstance(value, torch.Tensor):
+                    memo[id(value)] = _cut(value, parameter.shape, numbers)
     return _copied(optimizer, memo)
 
 
 def _copied(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     """By its attributes; what it hands to pickle is less."""
-    found: Optimizer = memo.setdefault(id(optimizer), type(optimizer).__new__(type(optimizer)))
-    for one in _with_inner(optimizer)[1:]:
-        if id(one) not in memo:
-            _copied(one, memo)
-    kept = {name: one for name, one in vars(optimizer).items() if name not in _OWN}
-    kept |= {name: type(one)() for name, one in kept.items() if name.endswith("_hooks")}
-    vars(found).update(copy.deepcopy(kept, memo))
-    return found
+    # Known to the memo before its attributes are copied, which may refer to it.
+    duplicate: Optimizer = memo.setdefault(id(optimizer), type(optimizer).__new__(type(optimizer)))
+    for inner in _with_inner(optimizer)[1:]:
+        if id(inner) not in memo:
+            _copied(inner, memo)
+    attributes = {name: value for name, value in vars(optimizer).items() if name not in _OWN}
+    # Hooks are the script's, and no trial calls them.
+    attributes |= {
+        name: type(hooks)() for name, hooks in attributes.items() if name.endswith("_hooks")
+    }
+    vars(duplicate).update(copy.deepcopy(attributes, memo))
+    return duplicate
 
 
 def _with_inner(optimizer: Optimizer) -> Sequence[Optimizer]:
     """It, and those that it calls."""
-    inner = [one for one in vars(optimizer).values() if isinstance(one, Optimizer)]
-    return [optimizer, *(one for one in inner if one is not optimizer)]
+    inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
+    return [optimizer, *(nested for nested in inner if nested is not optimizer)]
 
 
 def _cut(tensor: torch.Tensor, like: Sequence[int], numbers: torch.Generator) -> torch.Tensor:

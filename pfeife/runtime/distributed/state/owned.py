@@ -66,17 +66,17 @@ class Owned:
 def ranks_of(program: Program) -> dict[str, frozenset[int]]:
     """By canonical name the ranks that read a parameter or buffer, or make a part of its gradient
     or update."""
-    found = holders(program, Role.PARAMETER, Role.BUFFER).items()
-    return {name: frozenset(c.rank for c in calls if c.rank is not None) for name, calls in found}
+    users = holders(program, Role.PARAMETER, Role.BUFFER).items()
+    return {name: frozenset(c.rank for c in calls if c.rank is not None) for name, calls in users}
 
 
 def check_memory(pairs: Iterable[tuple[torch.Tensor, Owned]]) -> None:
     """Raises CollectiveError for tensors in one memory that are trained on different ranks."""
     owned_by = {id(tensor): (tensor, owned) for tensor, owned in pairs}
     for tensors in overlapping(tensor for tensor, _ in owned_by.values()):
-        one, other = (owned_by[id(tensor)][1] for tensor in tensors)
-        if (one.ranks, one.replica) != (other.ranks, other.replica):
-            first, second = sorted((one, other), key=lambda one: one.number)
+        left, right = (owned_by[id(tensor)][1] for tensor in tensors)
+        if (left.ranks, left.replica) != (right.ranks, right.replica):
+            first, second = sorted((left, right), key=lambda owned: owned.number)
             raise CollectiveError(
                 f"{first.name} and {second.name} share memory, but are two tensors, trained on "
                 f"ranks {list(first.everywhere)} and {list(second.everywhere)}: tie them by being "
@@ -95,13 +95,13 @@ def owners_of(
     chosen = [port for port in used if port.fqn in trained]
     if chosen:
         chosen += [port for port in used if is_frozen(port, slots[port.name])]
-    replica_of = {one.name: one.owner for one in program.reductions}
-    found = []
+    replica_of = {reduction.name: reduction.owner for reduction in program.reductions}
+    owners = []
     for at, port in enumerate(chosen, number):
         alike = mesh.replicas == 1 or port.role == Role.PARAMETER
         places, replica = tuple(sorted(ranks[port.fqn])), replica_of.get(port.fqn)
-        found.append((slots[port.name], Owned(at, port.fqn, places, mesh, alike, replica)))
-    return found
+        owners.append((slots[port.name], Owned(at, port.fqn, places, mesh, alike, replica)))
+    return owners
 
 
 def trained_by(program: Program) -> list[Port]:

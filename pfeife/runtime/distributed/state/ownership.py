@@ -82,12 +82,16 @@ class Ownership:
 
     def owns_any(self, values: Iterable[Any]) -> bool:
         """Whether some rank trains any of these."""
-        return any(isinstance(one, torch.Tensor) and one in self.known for one in values)
+        return any(isinstance(value, torch.Tensor) and value in self.known for value in values)
 
     def meshes(self, values: Iterable[Any]) -> set[Mesh]:
         """In which meshes any of these are trained."""
-        known = self.known
-        return {known[one].mesh for one in values if isinstance(one, torch.Tensor) and one in known}
+        owners = self.known
+        return {
+            owners[value].mesh
+            for value in values
+            if isinstance(value, torch.Tensor) and value in owners
+        }
 
     def least(self, ranks: int) -> int:
         """The rank of a pipeline of so many that trains the fewest bytes."""
@@ -101,15 +105,15 @@ class Ownership:
         """The owners of a program's state by canonical names. Raises CollectiveError for those in
         another mesh."""
         ports = [p for p in program.ports(Role.PARAMETER, Role.BUFFER) if p.name in slots]
-        found = {p.fqn: self.known[slots[p.name]] for p in ports if slots[p.name] in self.known}
-        for name, owned in found.items():
+        owners = {p.fqn: self.known[slots[p.name]] for p in ports if slots[p.name] in self.known}
+        for name, owned in owners.items():
             if owned.mesh != mesh:
                 raise CollectiveError(
                     f"{name} is trained on {owned.mesh.replicas} replicas of {owned.mesh.ranks} "
                     f"ranks, and this step has replicas={mesh.replicas} of {mesh.ranks}: steps "
                     "that use the same parameters have the same replicas, in the same mesh"
                 )
-        return {name: frozenset(owned.ranks) for name, owned in found.items()}
+        return {name: frozenset(owned.ranks) for name, owned in owners.items()}
 
     def replicas(self, program: Program, slots: Slots) -> dict[str, int | None]:
         """The replicas that train a program's parameters by canonical names, None for all; of those
@@ -132,14 +136,15 @@ class Ownership:
         must have the same values on every rank, else CollectiveError is raised: then one of them
         was seeded otherwise, or was given another batch, unless replicas have batches that are
         `apart`."""
-        known = self.of(program, slots, mesh)
+        owners = self.of(program, slots, mesh)
         ports = [port for port in program.inputs if port.role != Role.SIZE]
-        new = [p for p in ports if p.name in slots and p.fqn not in known]
+        new = [p for p in ports if p.name in slots and p.fqn not in owners]
         alike = [port for port in new if port.role != Role.BATCH or not apart]
         _check_alike({port.fqn: standing_for(slots[port.name]) for port in alike}, world)
 
         left = [port for port in new if port.name not in carried]
         pairs = owners_of(program, left, slots, mesh, len(self.owned))
+        # Before anything is let go of: what is refused here leaves all as it was.
         check_memory([*self.known.items(), *pairs])
 
         foreign = [tensor for tensor, owned in pairs if not owned.holds(world.rank)]
@@ -155,11 +160,11 @@ class Ownership:
 
     def _watch(self, trained: Iterable[Any]) -> None:
         """Guards the gradients of parameters from now on; they may have been frozen so far."""
-        new = [one for one in trained if one in self.known and one not in self.watched]
-        new = [one for one in new if one.is_leaf and one.requires_grad]
-        for one in new:
-            self.watched[one] = None
-            self.foreign.guard(one)
+        new = [tensor for tensor in trained if tensor in self.known and tensor not in self.watched]
+        new = [tensor for tensor in new if tensor.is_leaf and tensor.requires_grad]
+        for tensor in new:
+            self.watched[tensor] = None
+            self.foreign.guard(tensor)
 
     def _spread(self, owned: Owned, tensors: Sequence[torch.Tensor]) -> None:
         """What was computed of a tensor of other ranks is about to be written into some of this
@@ -171,13 +176,14 @@ class Ownership:
             elif isinstance(tensor, nn.Parameter):
                 self.deep_copies.find(owned, tensor, self.saving.watched)
 
-    def _check_written(self, mine: Owned, tensor: torch.Tensor, written: Owned) -> None:
+    def _check_written(self, target: Owned, tensor: torch.Tensor, written: Owned) -> None:
         """What is frozen is refused at the next step, on all ranks."""
-        if tensor not in self.foreign and mine.number not in self.frozen:
+        if tensor not in self.foreign and target.number not in self.frozen:
             raise ValueError(
-                f"{where_trained(written)}, and is written to {mine.name}, of which this rank has "
-                "the values: then nobody has them. Compute that of pfeife.full_state_dict(model), "
-                "which every rank must call, and load what comes out on every rank"
+                f"{where_trained(written)}, and is written to {target.name}, of which this rank "
+                "has the values: then nobody has them. Compute that of "
+                "pfeife.full_state_dict(model), which every rank must call, and load what comes "
+                "out on every rank"
             )
 
     def number_copies(self, digests: Sequence[str]) -> None:
@@ -199,7 +205,7 @@ class Ownership:
         if all(len(owned.holders) == world.size for owned in self.owned.values()):
             return
         mesh = mesh or next(iter(self.owned.values())).mesh
-        new = {n: one for n, one in state.items() if isinstance(one, torch.Tensor)}
+        new = {n: value for n, value in state.items() if isinstance(value, torch.Tensor)}
         new = {n: o for n, o in new.items() if o not in self.known and not is_waiting(o)}
         held = holders_of(new, mesh, world)
         for number, (name, ranks) in enumerate(held.items(), len(self.owned)):
@@ -227,7 +233,7 @@ class Ownership:
         if self.checked.get(program) == len(self.owned):
             return False
         owners, ranks = self.of(program, slots, mesh), ranks_of(program)
-        if any(ranks.get(name, frozenset()) - theirs for name, theirs in owners.items()):
+        if any(ranks.get(name, frozenset()) - owner_ranks for name, owner_ranks in owners.items()):
             return True
         self.checked[program] = len(self.owned)
         return False
@@ -239,19 +245,19 @@ class Ownership:
         calls = {call.node for call in program.calls if call.rank == rank}
         nodes = {n.name: n for n in program.module.graph.nodes if n.op == "placeholder"}
         ports = {p.name: p.fqn for p in program.ports(Role.PARAMETER, Role.BUFFER)}
-        found = [
+        untrained = [
             (ports[name], place, any(user.name in calls for user in nodes[name].users))
             for place, (name, value) in enumerate(zip(names, args, strict=True))
             if name in ports and value not in self.known
         ]
-        fqns, at, read = zip(*found, strict=True) if found else ((), (), ())
+        fqns, at, read = zip(*untrained, strict=True) if untrained else ((), (), ())
         absent = tuple(is_absent(args[place]) for place in at)
         return UntrainedState(fqns, at, read, [version_of(args[place]) for place in at], absent)
 
     def among(self, args: Sequence[Any]) -> dict[int, torch.Tensor]:
         """Those of some arguments that ranks own, by their numbers, in order."""
-        found = [one for one in args if isinstance(one, torch.Tensor) and one in self.known]
-        numbered = {self.known[one].number: one for one in found}
+        owned = [value for value in args if isinstance(value, torch.Tensor) and value in self.known]
+        numbered = {self.known[tensor].number: tensor for tensor in owned}
         return {number: numbered[number] for number in sorted(numbered)}
 
 
@@ -267,5 +273,5 @@ def _check_alike(state: Mapping[str, Any], world: Peers) -> None:
 
 def _make_own(tensors: Iterable[Any], foreign: Iterable[Any]) -> None:
     """Makes the values of those that are deferred, but for what other ranks train."""
-    others = {id(one) for one in foreign}
-    make([one for one in tensors if is_waiting(one) and id(one) not in others])
+    foreign_ids = {id(tensor) for tensor in foreign}
+    make([tensor for tensor in tensors if is_waiting(tensor) and id(tensor) not in foreign_ids])

@@ -55,20 +55,21 @@ class Norms:
         assert world is not None
         with world.busy(lambda: Activity(_PLACE)):
             world.agreed(f"the norm of order {order}", _PLACE)
-            mine = torch.zeros(len(self.owned), dtype=torch.float64, device=world.device)
+            norms = torch.zeros(len(self.owned), dtype=torch.float64, device=world.device)
             for tensor, owned in self.known.items():
+                # A deep copy that the ranks have not numbered together yet is not among the owned.
                 if owned.number in self.owned and is_here(tensor.grad):
-                    mine[owned.number] = _norm(tensor.grad, order)
-            found = world.gather(mine)
-        return {n: float(found[owned.first][n]) for n, owned in self.owned.items()}
+                    norms[owned.number] = _norm(tensor.grad, order)
+            gathered = world.gather(norms)
+        return {n: float(gathered[owned.first][n]) for n, owned in self.owned.items()}
 
 
 def _norm(gradient: torch.Tensor, order: float) -> torch.Tensor:
     values = gradient.detach()
     if values.layout != torch.strided:
         values = values.coalesce().values()
-    found: torch.Tensor = torch.linalg.vector_norm(values, order)
-    return found
+    norm: torch.Tensor = torch.linalg.vector_norm(values, order)
+    return norm
 
 
 @attrs.define(eq=False)

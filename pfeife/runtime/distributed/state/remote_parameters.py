@@ -95,7 +95,7 @@ class Foreign:
 
     def changed(self, values: Iterable[Any]) -> list[int]:
         """The numbers of those among some values that were given values by somebody."""
-        loaded = (self.found[one].owned.number for one in values if self._is_loaded(one))
+        loaded = (self.found[value].owned.number for value in values if self._is_loaded(value))
         return sorted(set(loaded))
 
     def _is_loaded(self, value: Any) -> bool:
@@ -110,6 +110,8 @@ class Foreign:
         state = self.found.get(tensor)
         if state is None:
             return 0
+        # `writes` counts all, the version those that do not go through `data`; a tensor whose
+        # `data` was assigned has another record.
         counted = version_of(tensor) - state.version
         replaced = is_absent(tensor) and _torch.record_of(tensor) is not state
         return max(0, state.writes - counted) + replaced

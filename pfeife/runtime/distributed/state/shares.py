@@ -16,21 +16,21 @@ def all_state(
     model: nn.Module,
     world: World,
     what: str,
-    told: str = "",
+    extra: str = "",
     refused: Exception | None = None,
 ) -> dict[str, Any]:
     """A model's `state_dict()` with the tensors themselves, absent where others have them; all
-    ranks give `what` they do this for, and are `told` the same (collective). Raises CollectiveError
-    where ranks have other names, one has written to state that others train, or one has
-    `refused`."""
+    ranks give `what` they do this for, and the same `extra` text (collective). Raises
+    CollectiveError where ranks have other names, one has written to state that others train, or one
+    has `refused`."""
     refused = refused or world.service.wrong()
     with world.busy(lambda: Activity(what)):
         state = reading(world, lambda: model.state_dict(keep_vars=True))
         values = list(state.values())
         news = news_of(world.ownership, None, values)
-        text = "\n".join([*state, told])
-        found = world.agreed(text, f"the names in {what}", note=news, refused=refused)
-        agree_on(world.ownership, world, found.notes, args=values)
+        text = "\n".join([*state, extra])
+        agreed = world.agreed(text, f"the names in {what}", note=news, refused=refused)
+        agree_on(world.ownership, world, agreed.notes, args=values)
         world.ownership.adopt_derived(state, world)
     return state
 
@@ -49,8 +49,10 @@ def reading(world: World | None, read: Callable[[], dict[str, Any]]) -> dict[str
 
 def owner_of(value: Any, world: World | None) -> Owned | None:
     """Who trains a tensor; None for one that nobody does, and for other values."""
-    known = isinstance(value, torch.Tensor) and world is not None and value in world.ownership.known
-    return world.ownership.known[value] if known and world is not None else None
+    is_owned = (
+        isinstance(value, torch.Tensor) and world is not None and value in world.ownership.known
+    )
+    return world.ownership.known[value] if is_owned and world is not None else None
 
 
 def share_of_model(model: nn.Module, state: Mapping[str, Any], world: World) -> dict[str, Any]:
@@ -58,13 +60,13 @@ def share_of_model(model: nn.Module, state: Mapping[str, Any], world: World) -> 
     torch.distributed.checkpoint takes one. Raises what `check_hooks` does."""
     check_hooks(model, state, world)
     lacks = world.ownership.foreign.lacks
-    found = {}
+    share = {}
     for name, value in state.items():
         owned = owner_of(value, world)
         if owned is not None and (lacks(value) or not _writes(owned, world.rank)):
             continue
-        found[name] = value.detach() if isinstance(value, torch.Tensor) else value
-    return found
+        share[name] = value.detach() if isinstance(value, torch.Tensor) else value
+    return share
 
 
 def _writes(owned: Owned, rank: int) -> bool:
@@ -75,8 +77,8 @@ def _writes(owned: Owned, rank: int) -> bool:
 def check_hooks(model: nn.Module, state: Mapping[str, Any], world: World) -> None:
     """Raises ValueError where a hook of `state_dict()` has changed what other ranks train."""
     lacks = world.ownership.foreign.lacks
-    for name, one in [*model.named_parameters(), *model.named_buffers()]:
-        if lacks(one) and name in state and state[name] is not one:
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if lacks(tensor) and name in state and state[name] is not tensor:
             raise ValueError(
                 f"a hook of state_dict() has changed {name}, which other ranks train and has no "
                 "values here: change what was loaded, or what pfeife.full_state_dict(model) returns"
@@ -95,20 +97,20 @@ def share_of_optimizers(
     groups: list[dict[str, Any]] = []
     for optimizer in optimizers:
         packed = reading(world, optimizer.state_dict)
-        for mine, told in zip(optimizer.param_groups, packed["param_groups"], strict=True):
-            named = [name_in(names, one) for one in mine["params"]]
-            groups.append({**told, "params": named})
-            for index, name in zip(told["params"], named, strict=True):
+        for group, packed_group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
+            named = [name_in(names, parameter) for parameter in group["params"]]
+            groups.append({**packed_group, "params": named})
+            for index, name in zip(packed_group["params"], named, strict=True):
                 if index in packed["state"]:
                     state[name] = packed["state"][index]
     return {"state": state, "param_groups": groups}
 
 
-def name_in(names: Mapping[torch.Tensor, str], one: torch.Tensor) -> str:
+def name_in(names: Mapping[torch.Tensor, str], parameter: torch.Tensor) -> str:
     """A parameter's name. Raises ValueError if it has none."""
-    if one not in names:
+    if parameter not in names:
         raise ValueError(
-            f"an optimizer has a parameter {list(one.shape)} that the model does not have: give "
-            "the module that has all of them"
+            f"an optimizer has a parameter {list(parameter.shape)} that the model does not have: "
+            "give the module that has all of them"
         )
-    return names[one]
+    return names[parameter]

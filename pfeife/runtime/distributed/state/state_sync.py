@@ -38,8 +38,8 @@ class News:
     @property
     def text(self) -> str:
         """The news as JSON without what is as it was, "" if all is."""
-        told = attrs.asdict(self, filter=lambda field, value: value != field.default)
-        return json.dumps(told, separators=(",", ":")) if told else ""
+        changes = attrs.asdict(self, filter=lambda field, value: value != field.default)
+        return json.dumps(changes, separators=(",", ":")) if changes else ""
 
     @property
     def is_of_tensors(self) -> bool:
@@ -62,7 +62,9 @@ def news_of(ownership: Ownership, borrowed: UntrainedState | None, args: Sequenc
     absent, writes = (borrowed or UntrainedState()).news(args, ownership.known)
     return News(
         stepped=digest(sorted(gradients.stepped)),
-        settings=tuple((number, digest(one)) for number, one in gradients.settings.items()),
+        settings=tuple(
+            (number, digest(settings)) for number, settings in gradients.settings.items()
+        ),
         steps=optimizers.steps(),
         loaded=optimizers.loaded,
         copied=digest(sorted(ownership.deep_copies.new)),
@@ -114,11 +116,13 @@ def agree_on(
     borrowed = borrowed or UntrainedState()
     borrowed.forget(args, ownership.known)
     every = _read(texts)
+    # Copies first: what follows goes by the numbers of tensors, and then they have some.
     ownership.number_copies([news.copied for news in every])
     _compare_steps(ownership, world, every)
     if not any(news.is_of_tensors for news in every):
         return
     if any(news.absent for news in every):
+        # What is absent and was computed of trained state gets owners: only what is left is lost.
         ownership.adopt_derived(dict(borrowed.among(args)), world)
         borrowed.forget(args, ownership.known)
     _check_lost(every, borrowed.names)
@@ -126,6 +130,7 @@ def agree_on(
     tensors = ownership.among(args)
     _compare_changed(ownership, every, tensors, world)
     _compare_shared(ownership, every, tensors, world)
+    # After all checks: what goes to other replicas is what ranks agree on.
     if any(news.behind for news in every) or _copied(ownership, every):
         ownership.copies.renew(world, tensors.values())
     if len({news.borrowed for news in every}) > 1:
@@ -166,15 +171,15 @@ def _check_by_hand(ownership: Ownership, every: Sequence[News]) -> None:
     """Raises CollectiveError for writes of ranks to what they do not have, which those who have it
     have not made. (That these make more is no harm: what they have counts.)"""
     counts = [dict(news.wrote) for news in every]
-    for number in sorted({n for one in counts for n in one} & ownership.owned.keys()):
+    for number in sorted({n for wrote in counts for n in wrote} & ownership.owned.keys()):
         owned = ownership.owned[number]
         wanted = counts[owned.first].get(number, 0)
-        for rank, one in enumerate(counts):
-            if one.get(number, 0) > wanted and not owned.holds(rank):
+        for rank, wrote in enumerate(counts):
+            if wrote.get(number, 0) > wanted and not owned.holds(rank):
                 raise CollectiveError(
-                    f"{owned.name} was written to by hand {one[number]} times on rank {rank}, and "
-                    f"{wanted} times on rank {owned.first}, which trains it: write to parameters "
-                    "on every rank alike, and begin again from the last checkpoint"
+                    f"{owned.name} was written to by hand {wrote[number]} times on rank {rank}, "
+                    f"and {wanted} times on rank {owned.first}, which trains it: write to "
+                    "parameters on every rank alike, and begin again from the last checkpoint"
                 )
 
 
@@ -191,15 +196,16 @@ def _compare_changed(
     sums = world.checksums([tensors.get(number) for number in numbers]) if numbers else []
     for at, number in enumerate(numbers):
         owned = ownership.owned[number]
-        having = {rank for rank, theirs in changed.items() if number in theirs}
+        having = {rank for rank, written in changed.items() if number in written}
         having |= {*owned.holders} if owned.alike else set()
+        # Statistics of replicas differ: each is compared with that of its own pipeline.
         of = {rank: owned.first if owned.alike else owned.nearest(rank) for rank in having}
-        others = [rank for rank in having if int(sums[rank][at]) != int(sums[of[rank]][at])]
-        if others:
+        differing = [rank for rank in having if int(sums[rank][at]) != int(sums[of[rank]][at])]
+        if differing:
             raise CollectiveError(
                 f"{owned.name} has been written to on ranks {[*changed]} since the last step, but "
-                f"ranks {sorted(others)} have other values than rank {of[min(others)]}, which "
-                "trains it: load a checkpoint on every rank, or on none"
+                f"ranks {sorted(differing)} have other values than rank {of[min(differing)]}, "
+                "which trains it: load a checkpoint on every rank, or on none"
             )
     ownership.foreign.forget(every[world.rank].changed)
 
@@ -213,18 +219,18 @@ def _compare_shared(
     """Compares what several ranks train and have not written to as often as one another: one
     of them has loaded a checkpoint alone. `tensors` are this rank's by their numbers."""
     writes = [dict(news.shared) for news in every]
-    for ranks in sorted({ranks for one in writes for ranks in one}):
+    for ranks in sorted({ranks for digests in writes for ranks in digests}):
         if len({writes[rank].get(ranks) for rank in ranks}) > 1:
             pairs = ((ownership.owned[number], tensor) for number, tensor in tensors.items())
-            theirs = [(o.name, tensor) for o, tensor in pairs if o.alike and o.holders == ranks]
-            _check_alike(theirs, world, ranks)
+            shared = [(o.name, tensor) for o, tensor in pairs if o.alike and o.holders == ranks]
+            _check_alike(shared, world, ranks)
 
 
 def _copied(ownership: Ownership, every: Sequence[News]) -> bool:
     """Whether some of what ranks have written to is trained by one replica for all."""
     written = {ranks for news in every for ranks, _ in news.shared}
-    owned = ownership.owned.values() if written else ()
-    return any(one.replica is not None and one.holders in written for one in owned)
+    owned_tensors = ownership.owned.values() if written else ()
+    return any(owned.replica is not None and owned.holders in written for owned in owned_tensors)
 
 
 def _check_alike(
@@ -235,9 +241,9 @@ def _check_alike(
     sums = world.checksums([tensor for _, tensor in named]) if named else []
     first, *rest = ranks
     for at, (name, _) in enumerate(named):
-        others = [rank for rank in rest if int(sums[rank][at]) != int(sums[first][at])]
-        if others:
+        differing = [rank for rank in rest if int(sums[rank][at]) != int(sums[first][at])]
+        if differing:
             raise CollectiveError(
-                f"{name} has been written to since the last step, and ranks {others} have other "
+                f"{name} has been written to since the last step, and ranks {differing} have other "
                 f"values than rank {first}: load a checkpoint on every rank, or on none"
             )

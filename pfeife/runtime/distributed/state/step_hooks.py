@@ -71,23 +71,23 @@ class StepHooks:
             """A closure whose backward leaves no such gradients behind."""
 
             def run() -> Any:
-                found = closure()
+                loss = closure()
                 self.gradients.check_whole(optimizer)  # the first call of a step may be in there
                 self.hidden[optimizer] = self._hidden(parameters)
-                return found
+                return loss
 
             return run
 
-        closures = (hiding(one) if callable(one) else one for one in args[1:2])
+        closures = (hiding(argument) if callable(argument) else argument for argument in args[1:2])
         named = {k: hiding(v) if k == "closure" and callable(v) else v for k, v in kwargs.items()}
         return (*args[:1], *closures, *args[2:]), named
 
     def _hidden(self, parameters: Sequence[torch.Tensor]) -> Hidden:
         self.gradients.check_here(parameters)
-        found: dict[torch.Tensor, Any] = {p: p.grad for p in parameters if is_absent(p.grad)}
-        for parameter in found:
+        hidden: dict[torch.Tensor, Any] = {p: p.grad for p in parameters if is_absent(p.grad)}
+        for parameter in hidden:
             parameter.grad = None
-        return found
+        return hidden
 
     def _give_back(self, optimizer: torch.optim.Optimizer) -> None:
         """Gives the gradients of other ranks back."""

@@ -29,12 +29,12 @@ _SLOWEST = timedelta(hours=2)  # of a rank that writes; one that is gone is noti
 def complete(folder: Path) -> dict[int, Path]:
     """The checkpoints in a folder by their steps, in order. All are complete: while one is written
     it has another name."""
-    found = {}
+    by_step = {}
     for path in folder.glob("step-*"):
         number = re.fullmatch(r"step-(\d+)", path.name)
         if number:
-            found[int(number.group(1))] = path
-    return dict(sorted(found.items()))
+            by_step[int(number.group(1))] = path
+    return dict(sorted(by_step.items()))
 
 
 class Writer(dcp.FileSystemWriter):
@@ -54,13 +54,15 @@ class Writer(dcp.FileSystemWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On one rank, before anybody writes: removes what interrupted saves have left."""
         for path in self.folder.glob(".step-*"):
-            for one in path.iterdir() if path == Path(self.path) else [path]:
-                shutil.rmtree(one) if one.is_dir() else one.unlink()
+            # The folder to write to has been made before this: what is older in it goes.
+            for entry in path.iterdir() if path == Path(self.path) else [path]:
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         return super().prepare_global_plan(plans)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On one rank, when all have written."""
         super().finish(metadata, results)
+        # In this order: after a crash the name is there only if all behind it is on the disk.
         _sync(Path(self.path))
         Path(self.path).rename(self.final)
         _sync(self.folder)
@@ -85,20 +87,20 @@ class Writing:
     def start(self, state: Mapping[str, Any], writer: Writer, wait: bool) -> None:
         """Writes what each rank gives of a state (collective). It is copied, and written by a
         thread, unless this is to `wait`. Raises as `wait`."""
-        given: dict[str, Any] = {"storage_writer": writer, "process_group": self.group}
+        options: dict[str, Any] = {"storage_writer": writer, "process_group": self.group}
         if wait:
             with self._failures():
-                _alone(state, writer) if self.world is None else dcp.save(dict(state), **given)
+                _alone(state, writer) if self.world is None else dcp.save(dict(state), **options)
             return
         stager = DefaultStager(StagingOptions(False, False, False, False))
         with self._failures():
             if self.world is None:
                 threads, copied = ThreadPoolExecutor(1, "pfeife writing"), stager.stage(dict(state))
-                found: Any = threads.submit(_alone, copied, writer)  # type: ignore[arg-type]
+                saving: Any = threads.submit(_alone, copied, writer)  # type: ignore[arg-type]
                 threads.shutdown(wait=False)
             else:
-                found = dcp.async_save(dict(state), async_stager=stager, **given)
-        self.now = found if isinstance(found, Future) else found.upload_completion
+                saving = dcp.async_save(dict(state), async_stager=stager, **options)
+        self.now = saving if isinstance(saving, Future) else saving.upload_completion
         self.now.add_done_callback(lambda _: stager.close())
         self.now.add_done_callback(_say)
 
