@@ -120,27 +120,13 @@ def explain(
     asked = backend(**(options or {})).options
     own = attrs.evolve(asked, compiler="aot_eager", cuda_graphs=False, runtime=None, progress=False)
     if entry == "pfeife.compile":
-        found = _by_doors(Explained(step, in_dims, Backend(own)), batch, kwargs)
+        found = _by_doors(step, in_dims, own, batch, kwargs)
         if found.door == "dynamo" or "dynamo" not in found.refused:
             return found
     else:
         name = getattr(step, "__qualname__", type(step).__name__)
         found = Explanation(name, None, f"{name} is compiled by torch.compile")
     return attrs.evolve(found, **_by_backend(step, batch, kwargs, own, found))
-
-
-class Explained(CompiledStep):
-    """A step whose calls build what they would run, and end there."""
-
-    runs = False
-    guards: tuple[Assumption, ...] = ()
-
-    def graph(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        self.guards = tuple(Assumption(*one) for one in _torch.guards())
-        return super().graph(module, examples)
-
-    def run(self, steps: Steps, values: Sequence[Any], options: Options) -> list[torch.Tensor]:
-        raise _Built(steps.build(values, options, _silent()))
 
 
 class _Built(Exception):
@@ -158,31 +144,48 @@ def _silent() -> Shown:
     return Shown(log)
 
 
-def _by_doors(one: Explained, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Explanation:
-    """What `pfeife.compile` makes of a call."""
+def _by_doors(
+    step: Callable[..., Any],
+    in_dims: Any,
+    options: Options,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Explanation:
+    """What `pfeife.compile` makes of a call, which ends where it would run."""
+    guards: list[tuple[Assumption, ...]] = []
+
+    def build(steps: Steps, values: Sequence[Any], options: Options, _: Any) -> list[torch.Tensor]:
+        raise _Built(steps.build(values, options, _silent()))
+
+    def seen() -> None:
+        guards.append(tuple(Assumption(*guard) for guard in _torch.guards()))
+
+    compiled = CompiledStep(step, in_dims, Backend(options), build, runs=False, seen=seen)
     error: Exception | None
+    at: str = "batch"
     try:
-        with untouched(one.step, {"args": args, "kwargs": kwargs}, values=False):
-            _, error = one.attempt(args, kwargs, None)
+        with untouched(step, {"args": args, "kwargs": kwargs}, values=False):
+            outcome = compiled.attempt(args, kwargs, None)
+        error, at = outcome.error, outcome.at
     except _Built as built:
         captured = built.compiled.captured
         return attrs.evolve(
-            _of_graph(one.name, built.compiled),
+            _of_graph(compiled.name, built.compiled),
             door=captured.door,
-            why=taken(one.name, captured.door, one.refused),
-            refused={"dynamo": str(one.refused)} if one.refused else {},
-            premises=one.guards if captured.door == "dynamo" else captured.program.premises,
+            why=taken(compiled.name, captured.door, compiled.refused),
+            refused={"dynamo": str(compiled.refused)} if compiled.refused else {},
+            premises=guards[-1] if captured.door == "dynamo" else captured.program.premises,
         )
     except Exception as raised:  # of what is built for a door
-        error = raised
-    if isinstance(error, TypeError) and one.cutter.mismatch(args, kwargs):
+        error, at = raised, "trace" if compiled.refused or compiled.door == "trace" else "dynamo"
+    if isinstance(error, TypeError) and compiled.cutter.mismatch(args, kwargs):
         raise error
-    refused: Mapping[str, str] = {one.asked: str(error)}
-    if one.refused:
-        refused = {"dynamo": str(one.refused), **refused}
+    refused: Mapping[str, str] = {at: str(error)}
+    if compiled.refused:
+        refused = {"dynamo": str(compiled.refused), **refused}
     if isinstance(error, RefusedByBoth):
         refused = error.doors
-    return Explanation(one.name, None, f"{one.name} is refused", refused)
+    return Explanation(compiled.name, None, f"{compiled.name} is refused", refused)
 
 
 def _of_graph(name: str, compiled: Compiled) -> Explanation:

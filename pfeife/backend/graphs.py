@@ -23,6 +23,7 @@ from pfeife.frontend.arguments import (
 from pfeife.frontend.cache.capture_cache import Folder
 from pfeife.frontend.capture import with_flags, with_reductions
 from pfeife.frontend.captured import Captured, Door, part_shape
+from pfeife.frontend.checks.check_capture import Doubled
 from pfeife.frontend.dynamo import dynamo_forward
 from pfeife.frontend.forward import Forward
 from pfeife.frontend.joint import trace
@@ -42,6 +43,7 @@ class Graph(Protocol):
     inputs: Inputs
     sure: bool  # whether what is cut is taken for the batch
     said: bool  # whether the caller has said that it is, if rows depend on one another
+    doubled: Doubled | None  # runs the step on twice the rows, where `step` does not
 
     @property
     def dims(self) -> Sequence[int | None]:
@@ -104,8 +106,10 @@ class MicrobatchGraph:
         losses: Losses,
         door: Door,
         said: bool,
+        doubled: Doubled | None = None,
     ):
         self.step, self.inputs, self.grown, self.losses = step, inputs, grown, losses
+        self.doubled = doubled
         self.sure, self.door, self.said = True, door, said
         self.dims: Sequence[int | None] = [one.batch_dim for one in self.inputs.arguments]
 
@@ -265,6 +269,7 @@ class BatchedGraph:
         ]
         self.marked = self.sure = any(_marks(e) for e in examples)
         self.said = True  # what is not marked is refused
+        self.doubled: Doubled | None = None
         self.shows = True  # a run may show where rows are, if no rule tells it
         self.sizes = self._batch_sizes(examples)
 

@@ -82,11 +82,12 @@ class Arguments:
 
 
 class Indivisible(ValueError):
-    """A batch that does not divide into the microbatches that were asked for; into `fits` it
-    does."""
+    """A batch that does not divide into the microbatches that were asked for; into `fits` it does,
+    or into none (0) that are as many for each of several replicas."""
 
-    def __init__(self, message: str, fits: int):
-        super().__init__(f"{message}; pass microbatches={fits}, or drop_last=True in the loader")
+    def __init__(self, message: str, fits: int, note: str = ""):
+        pass_these = f"pass microbatches={fits}, or " if fits else "pad it, or pass "
+        super().__init__(f"{message}; {pass_these}drop_last=True in the loader{note}")
         self.said, self.fits = message.removeprefix("microbatch: "), fits
 
 
@@ -209,13 +210,18 @@ class Cutter:
             small = rows // count <= most
             if self.fit_smaller and small and rows % count == 0 and count % replicas == 0:
                 return count
-        divides = next(n for n in range(wanted, 0, -1) if rows % n == 0)
+        fitting = (n for n in range(wanted, 0, -1) if rows % n == 0 and n % replicas == 0)
+        divides = next(fitting, 0)
         times = self.replicas // replicas
         each = f", {wanted} for each of {times} replicas" if times > 1 else ""
+        if replicas > 1 and not divides:
+            each = f", nor into any number that gives each of {replicas} replicas as many"
         message = (
             f"microbatch: a batch of {rows} rows does not divide into {wanted} microbatches{each}"
         )
-        raise Indivisible(message, divides * times)
+        first = not self.most and torch.is_grad_enabled()
+        note = " (the first batch that trains must; later smaller ones may take other numbers)"
+        raise Indivisible(message, divides * times, note if first else "")
 
 
 def function_of(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -348,3 +348,57 @@ def a_rank_that_trains_nothing():
         assert str(error).startswith(AGAIN)
     else:
         raise AssertionError("not refused")
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+@row("since the last call of a step rank 0 has called backward 1 times, and rank 1 0 times", (2,))
+def a_backward_on_one_rank():
+    model = net()
+    step = pfeife.compile(lambda x: model(x).square().mean(), **TWO)
+    for _ in range(2):
+        loss = step(rows())
+        if rank() == 0:
+            loss.backward()
+
+
+@row("the loss of the last call was given the gradient 1 on rank 0 and 2 on rank 1", (2,))
+def a_loss_that_ranks_scale_otherwise():
+    model = net()
+    step = pfeife.compile(lambda x: model(x).square().mean(), **TWO)
+    for _ in range(2):
+        (step(rows()) * (1 + rank())).backward()
+
+
+@row("2.weight has a gradient on rank 1, which trains it, and none any more on ranks [0]", (2,))
+def gradients_that_one_rank_sets_to_none():
+    model = net()
+    step = pfeife.compile(lambda x: model(x).square().mean(), **TWO)
+    for _ in range(2):
+        step(rows()).backward()
+        if rank() == 0:
+            model.zero_grad()
+
+
+@row(ranks=(2,))
+def an_optimizer_of_what_a_rank_trains():
+    """It sets the gradients of this rank alone to None."""
+    model, other = net(), net()
+    other.load_state_dict(pfeife.full_state_dict(model))
+    step = pfeife.compile(lambda x: model(x).square().mean(), **TWO)
+    optimizer, plain = None, torch.optim.SGD(other.parameters(), lr=0.1)
+    for _ in range(3):
+        step(rows()).backward()
+        eager_step = eager_accumulation(
+            lambda x: other(x).square().mean(), other, [(part,) for part in rows().chunk(2)]
+        )
+        for name, parameter in other.named_parameters():
+            parameter.grad = eager_step.gradients[name]
+        own = [dict(model.named_parameters())[name] for name in own_gradients(model)]
+        optimizer = optimizer or torch.optim.SGD(own, lr=0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        plain.step()
+    torch.testing.assert_close(pfeife.full_state_dict(model), dict(other.state_dict()))

@@ -378,7 +378,7 @@ def a_program_that_is_not_the_step():
                     node.target = torch.ops.aten.sigmoid.default
             return attrs.evolve(found, program=attrs.evolve(found.program, module=module))
 
-    with mock.patch("pfeife.backend.step.MicrobatchGraph", Wrong):
+    with mock.patch("pfeife.backend.doors.doorway.MicrobatchGraph", Wrong):
         pfeife.compile(lambda x: model(x).square().mean(), microbatches=2)(rows())
 
 
@@ -519,6 +519,26 @@ def a_last_smaller_batch_that_is_not_to_fit():
     )
     step(rows(8))
     step(rows(6))
+
+
+@row(
+    "microbatch: a batch of 7 rows does not divide into 4 microbatches, nor into any number that "
+    "gives each of 2 replicas as many; pad it, or pass drop_last=True in the loader"
+)
+def an_odd_batch_for_two_replicas():
+    model = net()
+    step = pfeife.compile(lambda x: model(x).square().mean(), microbatches=4, replicas=2)
+    step(rows(8))
+    step(rows(7))
+
+
+@row(
+    "microbatch: a batch of 7 rows does not divide into 4 microbatches; pass microbatches=1, or "
+    "drop_last=True in the loader (the first batch that trains must"
+)
+def a_first_batch_that_does_not_divide():
+    model = net()
+    pfeife.compile(lambda x: model(x).square().mean(), microbatches=4)(rows(7))
 
 
 @row("microbatch: a batch of 10 rows does not divide into 4 microbatches; pass microbatches=2")

@@ -221,7 +221,14 @@ class Build:
                     options.check
                     and options.cut > 1
                     and not known
-                    and check_first_call(self.graph.step, captured, self.args, self.graph.sure)
+                    and check_first_call(
+                        self.graph.step,
+                        captured,
+                        self.args,
+                        self.graph.sure,
+                        self.graph.doubled,
+                        decided=options.loss_reduction != "auto",
+                    )
                 ):
                     self.graph.check_unseen(captured)
                 if options.check and not known and captured.door == "trace":

@@ -18,6 +18,7 @@ from pfeife.frontend.captured import Captured
 from pfeife.ir.parts import Role
 from pfeife.ir.program import Program
 from pfeife.runtime.distributed.batches.rank_zero import Sent
+from pfeife.runtime.distributed.process_group import world_so_far
 
 log = logging.getLogger("pfeife")
 Gradients = tuple[torch.Tensor | None, ...]
@@ -108,6 +109,9 @@ class _LossInside(torch.autograd.Function):
         scale, overflow = given[at], ctx.overflow
         if scale is None:  # nothing of what was differentiated came from the loss
             return (None, None, *(None for _ in gradients))
+        world = world_so_far()
+        if world is not None:  # which the ranks compare before the next call
+            world.ownership.factors.append(scale.detach())
         if ctx.call is None:
             # The gradients are those of the loss itself; what arrives for it is a factor of all.
             gradients = _multiplied(gradients, scale)

@@ -3,7 +3,7 @@ program computes what the step computes. It costs some forwards of a microbatch,
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,14 @@ from torch import fx
 
 from pfeife import _torch
 from pfeife.frontend.captured import Captured
-from pfeife.frontend.checks.deterministic import Draws, Expected, Unseeded, close
+from pfeife.frontend.checks.deterministic import (
+    Draws,
+    Expected,
+    Recorded,
+    Unseeded,
+    close,
+    counts_rows,
+)
 from pfeife.frontend.forward import Forward
 from pfeife.ir.nodes import has_effects
 from pfeife.ir.parts import Port, Role
@@ -23,18 +30,34 @@ Values = list[Any]
 _STATISTICS = ("batch_norm", "instance_norm")
 
 
-def check_first_call(step: Forward, captured: Captured, args: Sequence[Any], sure: bool) -> bool:
+# Runs the step on the first microbatch twice over, as one, and records it; state with these names
+# is written to, and so a copy of it.
+Doubled = Callable[[Recorded, Collection[str]], Sequence[torch.Tensor]]
+
+
+def check_first_call(
+    step: Forward,
+    captured: Captured,
+    args: Sequence[Any],
+    sure: bool,
+    doubled: Doubled | None = None,
+    decided: bool = False,
+) -> bool:
     """Whether all could be checked. Raises ValueError if the order of the rows matters, or if the
     program computes something else than the `step`, both beyond rounding, or if rows depend on one
-    another where nobody is `sure` that they are the batch.
+    another where nobody is `sure` that they are the batch; or if a number that counts the rows of a
+    microbatch decides a result.
 
-    `args` are those of a call with the whole batch, two microbatches or more. What cannot be
+    `args` are those of a call with the whole batch, two microbatches or more. `doubled` runs the
+    step where it is not its forward that does: a graph has the numbers of its own sizes. It is
+    `decided` where the caller has said how losses are put together. What cannot be
     compared is left: draws without an expected value, results that are not finite, rows of which
     a microbatch has one only.
     """
     runs = Runs(step, captured, args)
     try:
-        results = runs.first()
+        single = Recorded()
+        results = runs.first(single)
         if results is None or not all(_finite(value) for value in results):
             return False
         runs.check_program(results)
@@ -42,6 +65,8 @@ def check_first_call(step: Forward, captured: Captured, args: Sequence[Any], sur
             runs.check_order(results)
         if runs.rows > 1 and not sure:
             runs.check_mixing(results)
+        if not captured.mixed:
+            runs.check_counting(results, single, doubled, decided)
         return runs.rows > 1
     except Draws as draws:
         log.debug("the first call is not checked, since the step draws by %s", draws)
@@ -63,7 +88,7 @@ class Runs:
         names = (*captured.results, *captured.changed.values())
         self.results = [outputs[name] for name in names]
 
-    def __call__(self, values: Values) -> list[torch.Tensor]:
+    def __call__(self, values: Values, mode: Expected | None = None) -> list[torch.Tensor]:
         """The results, and what becomes of arguments that the step changes in place; neither these
         nor buffers are changed."""
         changed = self.captured.changed
@@ -71,15 +96,15 @@ class Runs:
             value.clone() if port and (port.role == Role.BUFFER or port.name in changed) else value
             for port, value in zip(self.ports, values, strict=True)
         ]
-        with Expected():  # gradients inside of the step are asked for as ever
+        with mode or Expected():  # gradients inside of the step are asked for as ever
             results = list(self.step.run(*copies))
         slots = self.captured.slots(copies)
         return [*results, *(slots[name] for name in changed)]
 
-    def first(self) -> list[torch.Tensor] | None:
+    def first(self, record: Recorded) -> list[torch.Tensor] | None:
         """The results of the first microbatch; None if it fails: the step will say where."""
         try:
-            return self(self.part(0))
+            return self(self.part(0), record)
         except Draws:
             raise
         except Exception as error:
@@ -135,6 +160,61 @@ class Runs:
             "may not be the batch: say with in_dims of pfeife.compile where it is, or check=False "
             "if the order of the rows matters"
         )
+
+    def check_counting(
+        self,
+        results: Sequence[torch.Tensor],
+        single: Recorded,
+        doubled: Doubled | None,
+        decided: bool,
+    ) -> None:
+        """Raises ValueError if a number that counts the rows of a microbatch decides a result, as
+        Python computes it of `len(x)`: it is another one for the whole batch.
+
+            a0 a1          x.clamp(max=len(x)) is bounded by 2
+            a0 a1 a0 a1    here by 4, which no rule about sums and means sees
+
+        With the same rows twice all statistics stay as they are, whatever mixes the rows, but for
+        numbers. Both have to be seen: an operation with another number, and another result.
+        """
+        twice = Recorded()
+        written = [port.fqn for port in self.captured.program.ports(Role.BUFFER)]
+        try:
+            whole = doubled(twice, written) if doubled else self(self._twice(), twice)
+        except Draws:
+            raise
+        except Exception as error:  # as where a step takes batches of one size alone
+            log.debug("the step is not tried on twice the rows, since it fails: %s", error)
+            return
+        counting = counts_rows(single, twice)
+        if not counting:
+            return
+        # `doubled` has no arguments that the step changes in place.
+        for port, value, other in zip(self.results, results, whole, strict=False):
+            if port.role == Role.LOSS and decided:
+                continue
+            expected = _put_together(port, value)
+            if expected is None or not (_finite(other) and _finite(value)):
+                continue
+            if expected.shape == other.shape and close(expected, other):
+                continue
+            if self._is_noise(results):
+                return
+            what = "loss" if port.role == Role.LOSS else f"result {port.fqn}"
+            raise ValueError(
+                f"the {what} depends on a number that counts the rows of a microbatch, which "
+                f"{counting} is given (computed of len(x) or x.shape[0], say): twice the rows make "
+                f"it {_told(other)} instead of {_told(expected)}, and one device would compute it "
+                "of the whole batch. Hand the number over as an argument, or say "
+                "loss_reduction= if it is meant (check=False leaves this check out)"
+            )
+
+    def _twice(self) -> Values:
+        """The arguments of the first microbatch with all rows twice."""
+        values = self.part(0)
+        for index in self.cut:
+            values[index] = torch.cat([values[index]] * 2, self._dim(index))
+        return values
 
     def _is_noise(self, results: Sequence[torch.Tensor]) -> bool:
         """Whether last bits decide the results, as where a batch norm divides by the deviation of
@@ -251,6 +331,21 @@ def _finite(value: torch.Tensor) -> bool:
     if value.is_meta:
         return False  # there is nothing to compare
     return not value.is_floating_point() or bool(value.isfinite().all())
+
+
+def _put_together(port: Port, value: torch.Tensor) -> torch.Tensor | None:
+    """A result of two microbatches that both have this one; None where nobody says how they are put
+    together."""
+    if port.batch_dim is not None:
+        return torch.cat([value, value], port.batch_dim)
+    if port.reduction == "sum":
+        return value + value
+    return value if port.reduction in ("mean", "weighted", "same") else None
+
+
+def _told(value: torch.Tensor) -> str:
+    """A value, or its shape where it has rows."""
+    return _short(value) if value.dim() == 0 else f"{list(value.shape)} with {_short(value)}"
 
 
 def _short(value: torch.Tensor) -> str:

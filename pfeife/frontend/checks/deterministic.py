@@ -2,12 +2,23 @@
 
 from typing import Any
 
+import attrs
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from pfeife import _torch
 from pfeife.ir.seeding import is_random, seeded
 
+# What comes and goes with gradients.
+_SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+# Operations whose numbers are sizes, strides and places.
+_SHAPED = {
+    *("view", "_unsafe_view", "reshape", "_reshape_alias", "expand", "as_strided", "repeat"),
+    *("unflatten", "empty", "zeros", "ones", "empty_strided", "new_empty", "new_zeros", "new_ones"),
+    *("new_empty_strided", "zeros_like", "slice", "select", "narrow", "split", "split_with_sizes"),
+    "unbind",
+}
 _ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-3}  # relative; other dtypes: a tenth
 
 
@@ -34,6 +45,63 @@ class Expected(_torch.TorchDispatchMode):
         if is_random(func, args, kwargs):
             raise Draws(str(func))
         return func(*args, **kwargs)
+
+
+@attrs.frozen
+class Ran:
+    """An operation that has run: its numbers, in order, and the shapes of what it gave."""
+
+    name: str
+    numbers: tuple[float, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+
+class Recorded(Expected):
+    """The same, and lists what has run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[Ran] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func in _SAME:
+            return result
+        leaves = pytree.tree_leaves((args, kwargs or {}))
+        numbers = tuple(float(leaf) for leaf in leaves if type(leaf) in (int, float))
+        tensors = (leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor))
+        shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+        self.operations.append(Ran(str(func).removeprefix("aten."), numbers, shapes))
+        return result
+
+
+def counts_rows(single: Recorded, twice: Recorded) -> str:
+    """The first operation with another number for twice the rows, "" if there is none. The numbers
+    of a shape, such as those of a view, may double with the rows in one dimension. Nothing is said
+    where numbers are read from tensors: data make these."""
+    if any(ran.name.startswith("_local_scalar_dense") for ran in single.operations):
+        return ""
+    if [ran.name for ran in single.operations] != [ran.name for ran in twice.operations]:
+        return "another operation"
+    for first, second in zip(single.operations, twice.operations, strict=True):
+        if first.numbers != second.numbers and not _is_shape(first, second):
+            return first.name
+    return ""
+
+
+def _is_shape(first: Ran, second: Ran) -> bool:
+    """Whether the numbers of an operation are those of a shape, which has grown with the rows."""
+    if first.name.partition(".")[0] not in _SHAPED:
+        return False
+    grown = [
+        (size, more)
+        for shape, larger in zip(first.shapes, second.shapes, strict=True)
+        for size, more in zip(shape, larger, strict=True)
+        if size != more
+    ]
+    return len(grown) <= 1 and all(more == 2 * size for size, more in grown)
 
 
 class Unseeded(fx.Interpreter):

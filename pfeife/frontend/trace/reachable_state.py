@@ -70,11 +70,17 @@ class Slot:
             return NOTHING
 
     def put(self, value: Any) -> None:
-        """Puts a value there; NOTHING takes the entry out of a dict or list."""
+        """Puts a value there; NOTHING takes the entry out, and empties a cell."""
         if isinstance(self.container, types.CellType):
-            self.container.cell_contents = value
+            if value is NOTHING:
+                del self.container.cell_contents
+            else:
+                self.container.cell_contents = value
         elif not isinstance(self.container, dict | list):
-            setattr(self.container, self.key, value)
+            if value is NOTHING:
+                delattr(self.container, self.key)
+            else:
+                setattr(self.container, self.key, value)
         elif value is NOTHING:
             del self.container[self.key]
         else:

@@ -1,6 +1,7 @@
 """What ranks tell one another of state before each step, and what they agree on."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,10 @@ class News:
     steps: int = 0  # how often optimizers have stepped since the last call
     loaded: bool = False  # whether an optimizer has been given state
     copied: str = ""  # which deep copies of modules were made: a digest
+    # Of backwards: the gradients that losses were given since the last call, one for each; and the
+    # tensors that have gradients now, as a digest.
+    factors: tuple[float, ...] = ()
+    graded: str = ""
     # Of tensors:
     wrote: tuple[tuple[int, int], ...] = ()  # how often the script has by hand, here or not
     changed: tuple[int, ...] = ()  # what is absent here has been written to, as by a checkpoint
@@ -68,6 +73,8 @@ def news_of(ownership: Ownership, borrowed: UntrainedState | None, args: Sequenc
         steps=optimizers.steps(),
         loaded=optimizers.loaded,
         copied=digest(sorted(ownership.deep_copies.new)),
+        factors=ownership.factors_since(),
+        graded=digest(_graded(tensors)),
         wrote=tuple(ownership.asking.writes.told(tensors).items()),
         changed=tuple(ownership.foreign.changed(args)),
         lost=tuple(_lost(ownership, tensors)),
@@ -76,6 +83,11 @@ def news_of(ownership: Ownership, borrowed: UntrainedState | None, args: Sequenc
         shared=tuple(_writes(ownership, tensors).items()),
         borrowed=writes,
     ).text
+
+
+def _graded(tensors: Mapping[int, torch.Tensor]) -> list[int]:
+    """The numbers of those that have gradients, here or elsewhere."""
+    return [n for n, tensor in tensors.items() if tensor.is_leaf and tensor.grad is not None]
 
 
 def _lost(ownership: Ownership, tensors: Mapping[int, torch.Tensor]) -> list[str]:
@@ -118,6 +130,9 @@ def agree_on(
     every = _read(texts)
     # Copies first: what follows goes by the numbers of tensors, and then they have some.
     ownership.number_copies([news.copied for news in every])
+    _compare_backwards(every)
+    if len({news.graded for news in every}) > 1:
+        _check_graded(ownership, world, ownership.among(args))
     _compare_steps(ownership, world, every)
     if not any(news.is_of_tensors for news in every):
         return
@@ -138,6 +153,45 @@ def agree_on(
     for number in tensors.keys() & ownership.shared.keys():
         ownership.shared[number] = version_of(tensors[number])
     borrowed.agreed(args)
+
+
+def _compare_backwards(every: Sequence[News]) -> None:
+    """Raises CollectiveError unless the backwards since the last call are the same ones on all
+    ranks. None waits for others: its gradients were there with the loss."""
+    first, *others = (news.factors for news in every)
+    for rank, factors in enumerate(others, 1):
+        if len(factors) != len(first):
+            raise CollectiveError(
+                f"since the last call of a step rank 0 has called backward {len(first)} times, and "
+                f"rank {rank} {len(factors)} times: each rank has the gradients of its own stages, "
+                "so every rank calls loss.backward(); begin again from the last checkpoint"
+            )
+        for mine, theirs in zip(first, factors, strict=True):
+            if not math.isclose(mine, theirs, rel_tol=1e-5) and mine == mine:
+                raise CollectiveError(
+                    f"the loss of the last call was given the gradient {mine:g} on rank 0 and "
+                    f"{theirs:g} on rank {rank}: each rank has the gradients of its own stages, so "
+                    "what the loss is multiplied by (a count, a weight) is the same on every rank"
+                )
+
+
+def _check_graded(ownership: Ownership, world: World, tensors: Mapping[int, torch.Tensor]) -> None:
+    """Raises CollectiveError for a gradient that the rank which trains its parameter still has, and
+    another one has not: zero_grad() was called there alone. That a rank's own is gone alone is
+    right: its optimizer may have that rank's parameters, or step in the backward (collective)."""
+    texts = world.from_all_ranks(json.dumps(_graded(tensors)))
+    graded = [frozenset(json.loads(text)) for text in texts]
+    for number in tensors:
+        owned = ownership.owned.get(number)
+        if owned is None or not all(number in graded[rank] for rank in owned.holders):
+            continue
+        without = [rank for rank, numbers in enumerate(graded) if number not in numbers]
+        if without:
+            raise CollectiveError(
+                f"{owned.name} has a gradient on rank {owned.first}, which trains it, and none any "
+                f"more on ranks {without}: optimizer.zero_grad() is called on every rank, or on "
+                "none; begin again from the last checkpoint"
+            )
 
 
 def _compare_steps(ownership: Ownership, world: World, every: Sequence[News]) -> None:

@@ -1,0 +1,182 @@
+"""The first door: Dynamo reads the step's code, and hands over its graph.
+
+    call    ->  Dynamo: has it a graph for this?
+                  no:   reads the step     ->  graph()  captures it, and gives Dynamo what runs
+                  yes                      ->  run()    with the tensors that the graph reads
+    result  <-  the step's own Python around them
+
+Dynamo calls both while it is called itself, so the door knows which invocation that is for.
+"""
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from pfeife import _torch
+from pfeife.backend.doors.doorway import Doorway, larger
+from pfeife.backend.doors.invocation import Invocation, Run
+from pfeife.backend.step_modules import given_by, hooks_of
+from pfeife.frontend.arguments import Inputs, describe
+from pfeife.frontend.checks.deterministic import Recorded
+from pfeife.frontend.checks.side_effects import check_again, check_settled
+from pfeife.frontend.dynamo import copied, dynamo_forward, dynamo_graph
+from pfeife.frontend.forward import Forward
+from pfeife.frontend.trace.guards import Guard
+from pfeife.ir.parts import Role
+from pfeife.runtime.failure import CollectiveError, PipelineError
+
+log = logging.getLogger("pfeife")
+
+
+class NotReached(ValueError):
+    """Raised where torch.compile has not asked for anything to be compiled."""
+
+
+class DynamoDoor:
+    """A step as Dynamo compiles it. `dynamic` as in torch.compile; `seen` is called with each
+    graph, while Dynamo compiles it."""
+
+    def __init__(self, doorway: Doorway, run: Run, dynamic: bool | None, seen: Callable[[], None]):
+        self.doorway, self.run, self.seen = doorway, run, seen
+        self.dynamic, self.has_run, self.dropped = dynamic, False, False
+        self.unsettled: tuple[str, Inputs] | None = None  # a graph whose step sets numbers
+        self.forget()
+
+    def forget(self) -> None:
+        """Dynamo knows nothing of the step from now on."""
+        step, dynamic = self.doorway.step, self.dynamic
+        self.compiled = _torch.whole_graph(step, self._graph, dynamic)
+        self.hooks: dict[int, Guard] = {}  # of modules, which Dynamo does not guard
+
+    def __call__(self, invocation: Invocation) -> Any:
+        """What the step returns. Where Dynamo fails with sizes that it has found to change, the
+        step has a graph for each of them from now on. Raises NotReached where nothing was
+        compiled, and what the step, a capture or a pipeline raises."""
+        invocation.at = "dynamo"
+        try:
+            result = self._called(invocation)
+        except (CollectiveError, PipelineError, NotReached):
+            raise
+        except Exception as error:
+            is_full = _torch.is_limit_of_compilations(error) and self._has_sizes()
+            goes_on = self.has_run and (self.dynamic is None or is_full)
+            if invocation.reached or not goes_on:
+                raise
+            log.debug("%s has a graph for each size, since: %s", self.doorway.name, error)
+            if is_full:
+                self._drop_all()
+            self.dynamic = False
+            self.forget()
+            result = self._called(invocation)
+        self.has_run = True
+        return result
+
+    def _has_sizes(self) -> bool:
+        """Whether programs differ in the sizes of the batch."""
+        programs = (compiled.program for compiled in self.doorway.backend.compiled)
+        return len({tuple(p.shape for p in program.ports(Role.BATCH)) for program in programs}) > 1
+
+    def _drop_all(self) -> None:
+        """Nothing is kept of what was built."""
+        if not self.dropped:
+            self.doorway.tell_of_drops()
+        self.dropped = True
+        self.doorway.backend.forget()
+
+    def _called(self, invocation: Invocation) -> Any:
+        call, view = invocation.call, self.doorway.view
+        if any(guard.broken() for guard in self.hooks.values()):
+            self.forget()
+        with _torch.willing(self.doorway.most), view.seen():
+            result = self.compiled(*call.args, **call.kwargs)
+        unsettled, self.unsettled = self.unsettled, None
+        if unsettled:
+            invocation.everything()
+            with view.seen():
+                check_settled(self.doorway.step, call, given_by(call.leaves), *unsettled)
+        if not invocation.reached:
+            raise NotReached(
+                f"the call of {self.doorway.name} has not reached Pfeife: it computes nothing with "
+                "tensors, or torch.compile is turned off (TORCH_COMPILE_DISABLE, "
+                "torch.compiler.set_stance)"
+            )
+        return result
+
+    def _graph(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        """Called by Dynamo with the graph of a microbatch."""
+        self.seen()
+        doorway, invocation = self.doorway, self.doorway.current()
+        invocation.handed, call = True, invocation.call
+        forward = dynamo_forward(module)
+        if any(isinstance(value, torch.SymInt) for value in forward.results):
+            raise ValueError("the step returns a size of its arguments: say dynamic=False")
+        inputs = describe(module, examples, caller_tensors=given_by(call.leaves))
+        doorway.view.check(inputs)
+        # Numbers that the step sets, which Dynamo takes for settled: unless the attributes that
+        # hold them have changed, they are compared with those of the next microbatch.
+        changed = {name for _, name, *_ in _torch.changed_attributes()}
+        new = inputs.numbers.keys() - inputs.settled
+        others = {name for name in new if name.rpartition(".")[2] not in changed}
+        if others and call.microbatches > 1:
+            self.unsettled = str(module.graph), inputs
+        self.hooks |= hooks_of(inputs.modules)
+        captured = doorway.steps(
+            forward, inputs, self._grown, _torch.frame(), "dynamo", self._doubled
+        )
+        steps = doorway.backend.known_steps(captured, module)
+        unsure = bool(changed or _torch.changed_containers())
+
+        def run(*args: Any) -> list[torch.Tensor]:
+            nonlocal unsure
+            now = doorway.current()
+            if unsure and now.call.microbatches > 1:
+                self._check_again(now)
+            unsure = False
+            return self.run(now, steps, [now.call.whole(value) for value in args])
+
+        return run
+
+    def _check_again(self, invocation: Invocation) -> None:
+        """Raises CollectiveError for attributes that the step sets and that make a difference."""
+        view = self.doorway.view
+        invocation.everything()
+        view.put_back()
+        try:
+            with view.seen(values=True):
+                check_again(self.doorway.step, invocation.call)
+        except ValueError as error:  # of all ranks, which run the same Python
+            raise CollectiveError(str(error)) from error
+
+    def _grown(self, times: int) -> tuple[Forward, Inputs]:
+        """Dynamo's graph of a microbatch with so many times as many rows, and its inputs."""
+        call = larger(self.doorway.current(), times)
+
+        def read(module: fx.GraphModule, examples: list[Any]) -> tuple[Forward, Inputs]:
+            inputs = describe(module, examples, caller_tensors=given_by(call.leaves))
+            return dynamo_forward(copied(module)), inputs
+
+        with self.doorway.view.seen():
+            return dynamo_graph(self.doorway.step, call.args, call.kwargs, read)
+
+    def _doubled(self, record: Recorded, written: Collection[str]) -> Sequence[torch.Tensor]:
+        """Runs the step on the first microbatch twice over (see `check_counting`). Dynamo reads it
+        anew for that, since a graph has the numbers of its own sizes."""
+        call = larger(self.doorway.current(), 2)
+
+        def run(module: fx.GraphModule, examples: list[Any]) -> Sequence[torch.Tensor]:
+            inputs = describe(module, examples, caller_tensors=given_by(call.leaves))
+            values = [
+                value.detach() if isinstance(value, torch.Tensor) else value for value in examples
+            ]
+            values = [
+                value.clone() if argument.given or {*argument.names} & {*written} else value
+                for argument, value in zip(inputs.arguments, values, strict=True)
+            ]
+            with record:
+                return dynamo_forward(module).run(*values)
+
+        with self.doorway.view.seen(values=True):
+            return dynamo_graph(self.doorway.step, call.args, call.kwargs, run)

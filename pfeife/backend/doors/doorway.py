@@ -1,0 +1,75 @@
+"""What both doors know of a step."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from pfeife.backend.building.residence import residence
+from pfeife.backend.doors.invocation import Invocation
+from pfeife.backend.entry import Backend
+from pfeife.backend.graphs import Losses, MicrobatchGraph
+from pfeife.backend.steps import Steps
+from pfeife.frontend.arguments import Inputs
+from pfeife.frontend.batch import Arguments
+from pfeife.frontend.captured import Door
+from pfeife.frontend.checks.capture_view import CaptureView
+from pfeife.frontend.checks.check_capture import Doubled
+from pfeife.frontend.forward import Forward
+from pfeife.runtime.distributed.process_group import world_so_far
+
+log = logging.getLogger("pfeife")
+Grown = Callable[[int], tuple[Forward, Inputs]]
+
+
+@attrs.frozen(eq=False)
+class Doorway:
+    """A step in front of its doors: how state is seen during a capture (`view`), and whether the
+    caller has `said` where the batch is. At most so many programs of it are kept. `current` is the
+    invocation that is on its way, for who is called by Dynamo, or by what is built."""
+
+    step: Callable[..., Any]
+    name: str
+    backend: Backend
+    view: CaptureView
+    said: bool
+    most: int
+    current: Callable[[], Invocation]
+
+    def steps(
+        self,
+        forward: Forward,
+        inputs: Inputs,
+        grown: Grown,
+        frame: Any,
+        door: Door,
+        doubled: Doubled | None = None,
+    ) -> Steps:
+        """What is built of a captured microbatch, nothing yet. `frame` is what its loss is known
+        by; the others as for `MicrobatchGraph`."""
+        losses = Losses(forward, self.backend.losses, frame)
+        graph = MicrobatchGraph(forward, inputs, grown, losses, door, self.said, doubled)
+        return Steps(self.backend, graph, self.name, self._settle)
+
+    def _settle(self, state: Sequence[tuple[str, torch.Tensor, torch.device]]) -> None:
+        """Brings parameters and buffers to the devices of their stages."""
+        self.view.add(residence().settle(state, self.view.device))
+
+    def tell_of_drops(self) -> None:
+        """Says that not all programs are kept."""
+        world = world_so_far()
+        if not (world and world.rank):
+            log.warning(
+                "%s has been captured for %d sizes, each with a program of its own: from now on "
+                "earlier ones are dropped (max_programs=%d)",
+                *(self.name, self.most, self.most),
+            )
+
+
+def larger(invocation: Invocation, times: int) -> Arguments:
+    """The call of a first microbatch that has so many times as many rows."""
+    leaves = invocation.call.grown(times)
+    args, kwargs = invocation.call.made(leaf.first for leaf in leaves)
+    return attrs.evolve(invocation.call, leaves=leaves, args=args, kwargs=kwargs)
