@@ -86,7 +86,7 @@ def cut_as(
     clusters = pfeife.fuse()(pfeife.capture(case.step, *case.draw()))
     if any(action.do == "W" for actions in order.ranks for action in actions):
         clusters = pfeife.split_backward()(clusters)
-    plan = pfeife.Plan(sched.following.follow(clusters, split.owners)[0], order)
+    plan = pfeife.Plan(sched.fixed_placement.follow(clusters, split.owners)[0], order)
     one = harness.ready(harness.of_rank_zero(plan), clusters, case, compiler)
     assert one.schedule.computing() == order
     return one

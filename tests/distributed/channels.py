@@ -63,7 +63,7 @@ def interleaved(
     clusters = pfeife.fuse()(program)
     owners = {f"{i}.{name}": frozenset({i}) for i in range(4) for name in ("weight", "bias")}
     schedule = schedule or sched.families.interleaved(4, 4, (0, 1, 0, 1))
-    plan = pfeife.Plan(sched.following.follow(clusters, owners)[0], schedule)
+    plan = pfeife.Plan(sched.fixed_placement.follow(clusters, owners)[0], schedule)
     sent = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(clusters)
     pipeline = DistributedPipeline(sent, sched.verify_schedule(sched.lower(plan.schedule, sent)))
     return pipeline, pfeife.state_of(program, net), microbatches

@@ -64,7 +64,7 @@ def test_random_owners(data):
         if data.draw(st.booleans()):
             owners[name] = frozenset(rank_of[call.unit % 12] for call in users)
     try:
-        sched.following.follow(fused, owners, ranks)
+        sched.fixed_placement.follow(fused, owners, ranks)
     except ValueError as error:
         assert "is trained on ranks" in str(error)
         return
@@ -119,5 +119,5 @@ def test_what_nobody_owns_is_shared_by_its_seconds():
     program = pfeife.fuse()(pfeife.capture(lambda x: net(x).square().mean(), torch.randn(2, 4)))
     seconds = {call.node: 1e-6 if call.unit else 3e-6 for call in program.calls}
     program = pfeife.annotate(pfeife.Costs("by hand", seconds))(program)
-    cuts, stage_ranks = sched.following.follow(program, {}, 2)
+    cuts, stage_ranks = sched.fixed_placement.follow(program, {}, 2)
     assert [stage_ranks[stage] for stage in cuts] == [0, 1, 1, 1]

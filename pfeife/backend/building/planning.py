@@ -94,7 +94,7 @@ def planned(
 ) -> Plan:
     """The plan of a program of clusters with costs, that of rank 0 on every rank: that of an
     earlier program, if that is the same one of other sizes and there is room. Raises ValueError
-    as `sched.plan` does, or for a given plan as `sched.given.adopted` does."""
+    as `sched.plan` does, or for a given plan as `sched.adopt_plan.adopted` does."""
     ranks = world.size // options.replicas if world else None
     ranks = len(options.devices) if options.devices else ranks
 
@@ -153,7 +153,7 @@ def _adopted(
     place: Place,
     cuts: tuple[int, ...] | None = None,
 ) -> Plan:
-    """A plan that was made before, as `sched.given.adopted` takes it."""
+    """A plan that was made before, as `sched.adopt_plan.adopted` takes it."""
     optimizer, limit = options.optimizer, options.memory_limit
     machine, owners, replicas, passes = place.machine, place.owners, place.replicas, place.passes
     return adopted(

@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+import attrs
 import torch
 
 from pfeife import _torch
 from pfeife.backend.building.compiled import Compiled
-from pfeife.backend.calls.call import Call, Slots, as_backward, tell
+from pfeife.backend.calls.call import Call, Ran, Results, Slots, as_backward, forward, tell
 from pfeife.backend.calls.meter import Meter
 from pfeife.backend.settings.options import Options
 from pfeife.data.progress import Shown
-from pfeife.frontend.captured import Captured
 from pfeife.ir.parts import Role
 from pfeife.ir.program import Program
 from pfeife.runtime.distributed.batches.rank_zero import Sent
@@ -39,27 +39,37 @@ def run_step(
     captured = compiled.captured
     slots = {name: arg for name, arg in zip(captured.arguments, args, strict=True) if name}
     call = Call(compiled, options, meter, seed, show, sent)
-    found = dict(zip(captured.results, _results(call, slots), strict=True))
-    call.measured()
+    trains = captured.program.ports(Role.TANGENT) and torch.is_grad_enabled()
+    ran, results = _with_gradients(call, slots) if trains else _without_gradients(call, slots)
+    ran.measured(ran.figures)
+    named = dict(zip(captured.results, results, strict=True))
     own = {captured.carried[name]: slots[name] for name in captured.in_place}
-    return list((found | own).values())
+    return list((named | own).values())
 
 
-def _results(call: Call, slots: Slots) -> Sequence[torch.Tensor]:
+def _without_gradients(call: Call, slots: Slots) -> tuple[Ran, Results]:
+    ran, _, results = forward(call, slots)
+    return ran, results
+
+
+def _with_gradients(call: Call, slots: Slots) -> tuple[Ran, Results]:
+    """Runs a call, and makes it a node of the user's autograd graph."""
     compiled = call.compiled
-    program = compiled.captured.program
-    if not (program.ports(Role.TANGENT) and torch.is_grad_enabled()):
-        return call.forward(slots)
     leaves = {p.fqn: slots[p.name] for p in compiled.leaves}
     if compiled.microbatches > 1 and "hooks" not in compiled.said:
         _warn_of_hooks(compiled, leaves)
     if not leaves:  # the results have a backward on every rank
         leaves[""] = torch.empty(0, requires_grad=True)
-    function = _LossInside if program.ports(Role.LOSS) else _LossOutside
-    call.leaves = tuple(leaves)
-    with call.kept.saving() if call.kept else contextlib.nullcontext():
-        results: tuple[torch.Tensor, ...] = function.apply(call, slots, *leaves.values())
-    return results
+    with torch.no_grad():
+        ran, result, results = forward(attrs.evolve(call, leaves=tuple(leaves)), slots)
+    if call.inside:
+        gradients = [None if g is None else g.data for g in ran.gradients(result)]
+        overflow = result.overflow
+        del result  # whose gradients autograd has from here on
+        with ran.kept.saving() if ran.kept else contextlib.nullcontext():
+            return ran, _LossInside.apply(ran, results, gradients, overflow, *leaves.values())
+    later = [slots[name] for name in compiled.read_later]
+    return ran, _LossOutside.apply(ran, results, later, *leaves.values())
 
 
 def _warn_of_hooks(compiled: Compiled, leaves: Mapping[str, torch.Tensor]) -> None:
@@ -78,17 +88,19 @@ class _LossInside(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, slots: Slots, *leaves: torch.Tensor
+        ctx: Any,
+        ran: Ran,
+        results: Results,
+        gradients: list[torch.Tensor | None],
+        overflow: torch.Tensor | None,
+        *leaves: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        results = call.forward(slots)
-        assert call.result is not None
-        gradients = [None if g is None else g.data for g in call.gradients(call.result)]
         # The first one is there on every rank: with it goes what runs the step again.
         ctx.save_for_backward(torch.empty(0), *gradients)  # as no views, which keep their bases
-        ctx.elsewhere, ctx.overflow = call.elsewhere, call.result.overflow
-        ctx.call, call.result = call if call.kept else None, None
-        _wire(ctx, call.compiled.captured, results)
-        return results
+        ctx.elsewhere, ctx.overflow = ran.elsewhere, overflow
+        ctx.ran = ran if ran.kept else None
+        gradients.clear()  # autograd has them, and its backward frees them
+        return _wired(ctx, ran, results)
 
     @staticmethod
     @as_backward()
@@ -108,18 +120,18 @@ class _LossInside(torch.autograd.Function):
             )
         scale, overflow = given[at], ctx.overflow
         if scale is None:  # nothing of what was differentiated came from the loss
-            return (None, None, *(None for _ in gradients))
+            return (None,) * (4 + len(gradients))
         world = world_so_far()
         if world is not None:  # which the ranks compare before the next call
             world.ownership.factors.append(scale.detach())
-        if ctx.call is None:
+        if ctx.ran is None:
             # The gradients are those of the loss itself; what arrives for it is a factor of all.
             gradients = _multiplied(gradients, scale)
-        elif ctx.call.is_other(float(scale)):
+        elif ctx.ran.is_other(float(scale)):
             gradients = []  # there is room for one set of them
-            gradients, overflow = ctx.call.run_again(float(scale))
+            gradients, overflow = ctx.ran.run_again(float(scale))
         tell(ctx.elsewhere, overflow)
-        return (None, None, *gradients)
+        return (None, None, None, None, *gradients)
 
 
 class _LossOutside(torch.autograd.Function):
@@ -128,37 +140,40 @@ class _LossOutside(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, slots: Slots, *leaves: torch.Tensor
+        ctx: Any,
+        ran: Ran,
+        results: Results,
+        read_later: Sequence[torch.Tensor],
+        *leaves: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        results = call.forward(slots)
-        ctx.save_for_backward(*(slots[name] for name in call.compiled.read_later))
-        ctx.call = call
-        _wire(ctx, call.compiled.captured, results)
-        return results
+        ctx.save_for_backward(*read_later)
+        ctx.ran = ran
+        return _wired(ctx, ran, results)
 
     @staticmethod
     @as_backward()
     def backward(ctx: Any, *given: torch.Tensor | None) -> Gradients:
         _check_backward(ctx.captured.program)
-        _check_accumulates(ctx, ctx.call.elsewhere if ctx.call else ())
-        call, ctx.call = ctx.call, None
-        if call is None:
+        _check_accumulates(ctx, ctx.ran.elsewhere if ctx.ran else ())
+        ran, ctx.ran = ctx.ran, None
+        if ran is None:
             ctx.saved_tensors  # noqa: B018  raises unless the graph was retained
             raise RuntimeError(
                 "backward ran a second time through one call of a pipelined step; with the loss "
                 "outside its activations are gone: call the step again"
             )
-        if call.meter.asked:
-            call.meter.begin()
-        with call.step.preparing():
+        meter = ran.call.meter
+        if meter.asked:
+            meter.begin()
+        with ran.step.preparing():
             ctx.saved_tensors  # noqa: B018  raises if one was changed in place
-            tangents = call.tangents(given)
-            call.step.compare(tangents, values=call.options.compare_batches)
-            call.step.set_tangents(tangents)
-        gradients = call.backward()
-        call.measured()
-        call.meter.tell()
-        return (None, None, *gradients)
+            tangents = ran.tangents(given)
+            ran.step.compare(tangents, values=ran.call.options.compare_batches)
+            ran.step.set_tangents(tangents)
+        gradients, figures = ran.backward()
+        ran.measured(figures)
+        meter.tell()
+        return (None, None, None, *gradients)
 
 
 def _multiplied(
@@ -198,10 +213,12 @@ def _fill_memory(parts: Sequence[torch.Tensor]) -> bool:
     return apart and 2 * used > size and all(part.is_contiguous() for part in parts)
 
 
-def _wire(ctx: Any, captured: Captured, results: Sequence[torch.Tensor]) -> None:
-    ctx.captured = captured
+def _wired(ctx: Any, ran: Ran, results: Results) -> Results:
+    """The results as those of a node of autograd's. The node does not keep them: they keep it."""
+    captured = ctx.captured = ran.call.compiled.captured
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*(results[index] for index in captured.detached))
+    return results
 
 
 def _check_accumulates(ctx: Any, elsewhere: Sequence[torch.Tensor]) -> None:

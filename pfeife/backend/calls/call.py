@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import attrs
 import torch
 
 from pfeife.backend.building.compiled import Compiled
@@ -26,10 +27,43 @@ from pfeife.runtime.distributed.state.remote_gradients import arrived
 from pfeife.runtime.step import Observer, Watch
 
 Slots = Mapping[str, Any]  # the call's arguments by the names of their ports
+Results = tuple[torch.Tensor, ...]
 
 
+@attrs.frozen(eq=False)
 class Call:
-    """One call of the step, from its inputs to its gradients.
+    """What is asked of a compiled step: `leaves` get gradients; `show` is given for the first call,
+    `sent` has what rank 0 alone was given of the batch."""
+
+    compiled: Compiled
+    options: Options
+    meter: Meter
+    seed: int = 0
+    show: Shown | None = None
+    sent: Sent | None = None
+    leaves: tuple[str, ...] = ()
+    done: Iterator[int] = attrs.field(factory=lambda: itertools.count(1))  # actions that are shown
+
+    @property
+    def program(self) -> Program:
+        """The program that is called."""
+        return self.compiled.captured.program
+
+    @property
+    def inside(self) -> bool:
+        """Whether the loss is inside, so that backwards run with the call."""
+        return bool(self.program.ports(Role.LOSS))
+
+    @property
+    def scale(self) -> float:
+        """The gradient that the loss is expected to be given."""
+        scale = self.compiled.loss_scale
+        return scale.value if scale else 1.0
+
+
+@attrs.frozen(eq=False)
+class Ran:
+    """What a call has left when it returns, for its backward.
 
     loss      forward                       in between              backward
     inside    all F and B: loss, gradients  autograd keeps these    gradients * what arrives
@@ -37,169 +71,38 @@ class Call:
     outside   all F: results                activations stay        tangents, all B: gradients
     """
 
-    def __init__(
-        self,
-        compiled: Compiled,
-        options: Options,
-        meter: Meter,
-        seed: int = 0,
-        show: Shown | None = None,
-        sent: Sent | None = None,
-    ):
-        self.meter, self.seconds = meter, 0.0
-        self.seed, self.sent = seed, sent
-        self.show, self.done = show, itertools.count(1)  # actions of rank 0 that are shown as done
-        self.compiled, self.options = compiled, options
-        self.leaves: tuple[str, ...] = ()  # that get gradients
-        self.count = compiled.microbatches
-        self.program = compiled.captured.program
-        self.inside = bool(self.program.ports(Role.LOSS))
-        self.step: Any = None
-        self.figures: Figures | None = None  # of the step once all of it has run
-        self.result: Result | None = None
-        self.scale = compiled.loss_scale.value if compiled.loss_scale else 1.0
-        # What autograd saves of a step that may run again.
-        self.kept = Gradients() if compiled.loss_scale else None
-        self.elsewhere: list[torch.Tensor] = []  # parameters whose gradients other ranks have
-        self.divided: dict[str, list[Divisor]] = {}
-        self.shapes: dict[str, torch.Size] = {}
-        self.sizes: Mapping[str, int] = {}  # the values of size ports, by their names
-        self.places: dict[str, torch.device] = {}  # of the inputs
+    call: Call
+    scale: float  # the gradient of the loss that it ran with
+    kept: Gradients | None  # what autograd saves of a step that may run again
+    elsewhere: Sequence[torch.Tensor]  # parameters whose gradients other ranks have
+    step: Any  # of the runtime, if its backwards are to run
+    figures: Figures | None  # of the step, if all of it has run
+    sizes: Mapping[str, int]  # the values of size ports, by their names
+    places: Mapping[str, torch.device]  # of the inputs
+    shapes: Mapping[str, torch.Size]  # of the results
+    divided: Mapping[str, list[Divisor]]  # by what the microbatches of a result are divided
+    seconds: list[float] = attrs.field(factory=list)  # of the call, and of its backward
 
-    def forward(self, slots: Slots) -> tuple[torch.Tensor, ...]:
-        """Results in order. With the loss inside, or without gradients, the whole schedule."""
-        trains = bool(self.program.ports(Role.TANGENT))
-        if trains:
-            self.elsewhere = [slots[port.name] for port in self.compiled.elsewhere]
-        ports = self.program.ports(*STATE_ROLES, Role.BATCH)
-        self.places = {port.fqn: slots[port.name].device for port in ports}
-        later = trains and not self.inside
-        captured = self.compiled.captured
-        given = [slots[name] if name else None for name in captured.arguments]
-        pipeline = self.compiled.pipeline
-        count = len(pipeline.given) if isinstance(pipeline, DistributedPipeline) else self.count
-        self.sizes = captured.sizes(given, count)
-        tangents = _later(self.program, self.count, self.sizes) if later else None
-        state = {p.fqn: slots[p.name].detach() for p in self.program.ports(*STATE_ROLES)}
-        microbatches = self._microbatches(slots)
-        self.sent = None  # which has the whole batch
-        scaled = {"scale": self.scale} if self.compiled.loss_scale else {}
-        if self.kept:
-            self.kept.given = self._kept(state, microbatches, slots)
-        if self.meter.measures:
-            measure(self.compiled, state, microbatches, seed=self.seed, tangents=tangents, **scaled)
-        self.step = pipeline.start(state, microbatches, seed=self.seed, tangents=tangents, **scaled)
-        self._run("first forward" if later else "first step", backward=not later)
-        result = self.step.result()
-        self._check_answers(result)
-        if not later:
-            self.figures = figures_of(self.step)
-            self.step, self.result = None, result
-        with torch.no_grad():
-            for port in self.program.ports(Role.BUFFER):
-                if port.fqn in result.buffers and port.name not in self.compiled.captured.carried:
-                    slots[port.name].copy_(result.buffers[port.fqn])
-        outputs = self.program.ports(Role.OUTPUT)
-        self.divided = {port.name: self._divided(port, microbatches) for port in outputs}
-        joined = {
-            port.name: join(port, _values(result.outputs, port.fqn), self.divided[port.name])
-            for port in outputs
-        }
-        if result.loss is not None:
-            joined["loss"] = result.loss
-        self.shapes = {name: value.shape for name, value in joined.items()}
-        write_changed(captured, slots, joined)
-        places = {port.name: port.device for port in self.program.outputs}
-        return tuple(joined[name].to(places[name]) for name in captured.results)
-
-    def measured(self) -> None:
-        """The call, or the backward, has ended."""
-        if not self.meter.asked:
+    def measured(self, figures: Figures | None) -> None:
+        """The call, or the backward, has ended; `figures` are those of the step if all has run."""
+        call = self.call
+        if not call.meter.asked:
             return
-        self.seconds += self.meter.end()
-        if self.leaves and self.figures is not None:
-            built = self.show is not None
-            self.meter.note(self.compiled, self.figures, self.seconds, self.sizes, built=built)
-        elif not self.leaves:
-            self.meter.forget()
-
-    def _kept(self, state: State, microbatches: Sequence[Any], slots: Slots) -> Again:
-        """What the step reads, before it writes any of it."""
-        updated = {port.fqn for port in self.program.ports(Role.BUFFER_UPDATE)}
-        world = world_so_far()
-        here = {
-            port.fqn
-            for port in self.program.ports(Role.BUFFER)
-            if not (world and world.ownership.foreign.lacks(slots[port.name]))
-        }
-        before = {n: one.clone() if n in updated & here else one for n, one in state.items()}
-        copied = updated | set(self.compiled.captured.changed)
-        ports = self.program.ports(*STATE_ROLES, Role.BATCH)
-        ports = tuple(one for one in ports if not {one.fqn, one.name} & copied)
-        pipeline = self.compiled.pipeline
-        return Again.of(pipeline, before, microbatches, self.seed, ports, slots)
-
-    def _check_answers(self, result: Result) -> None:
-        """Raises WrongAnswer, on all ranks, before anything is written."""
-        ports = {port.name: port.fqn for port in self.program.outputs}
-        for index, name in enumerate(self.compiled.captured.flags):
-            if any(bool(one[ports[name]]) for one in result.outputs):
-                raise WrongAnswer(index)
-
-    def _run(self, label: str, **part: bool) -> None:
-        """Runs the step or a part of it; the first one is shown."""
-        if self.show is None:
-            self.step.run(**part)
-            return
-        with self.show.phase(label) as phase:
-            self.step.run(**part, watch=self._watch(phase.progress) if phase.progress else None)
-
-    def _watch(self, progress: Progress) -> Watch:
-        """Counts the actions of rank 0; of several replicas those of the first that starts."""
-        total, started = len(self.compiled.schedule.ranks[0]), itertools.count()
-
-        def watch(rank: int) -> Observer:
-            if rank or next(started):
-                return lambda action: None
-            return lambda action: progress(next(self.done), total)
-
-        return watch
-
-    def _microbatches(self, slots: Slots) -> list[Any]:
-        """Those of the whole step; of which this process is not given, what it knows of them."""
-        pipeline, sent = self.compiled.pipeline, self.sent
-        if sent and isinstance(pipeline, DistributedPipeline):
-            sent.parts(pipeline.reads({p: slots[p.name] for p in self._sent(sent, slots)}))
-        changed = self.compiled.captured.changed  # before what is read later
-        whole = {
-            p.fqn: slots[p.name].detach().clone() if p.name in changed else slots[p.name].detach()
-            for p in self.program.ports(Role.BATCH)
-        }
-        dims = {p.fqn: p.batch_dim or 0 for p in self.program.ports(Role.BATCH)}
-        sizes = {p.name: slots[p.name] for p in self.program.ports(Role.SIZE) if p.name in slots}
-        if not isinstance(pipeline, DistributedPipeline):
-            return _cut(whole, dims, self.count, sizes)
-        return pipeline.known(_cut(whole, dims, len(pipeline.given), sizes), sent is not None)
-
-    def _sent(self, sent: Sent, slots: Slots) -> Iterator[Port]:
-        """The ports of what rank 0 alone was given."""
-        ports = self.program.ports(Role.BATCH, Role.CONSTANT)
-        return (port for port in ports if slots[port.name] in sent)
-
-    def _divided(self, port: Port, microbatches: Sequence[Any]) -> list[Divisor]:
-        """What the microbatches of a result without rows are divided by."""
-        if port.batch_dim is not None or port.reduction == "last":
-            return []
-        return divisors(self.program, port, microbatches)
+        self.seconds.append(call.meter.end())
+        if call.leaves and figures is not None:
+            built = call.show is not None
+            call.meter.note(call.compiled, figures, sum(self.seconds), self.sizes, built=built)
+        elif not call.leaves:
+            call.meter.forget()
 
     def tangents(self, gradients: Sequence[torch.Tensor | None]) -> list[dict[str, torch.Tensor]]:
         """The gradients of the results as those of the microbatches' outputs."""
-        count = self.count
+        captured, count = self.call.compiled.captured, self.call.compiled.microbatches
         tangents: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
-        outputs = {port.name: port for port in self.program.ports(Role.OUTPUT)}
-        given = dict(zip(self.compiled.captured.results, gradients, strict=True))
-        for port in self.program.ports(Role.TANGENT):
-            whole, divided = given[port.fqn], self.divided[port.fqn]
+        outputs = {port.name: port for port in captured.program.ports(Role.OUTPUT)}
+        gradient_of = dict(zip(captured.results, gradients, strict=True))
+        for port in captured.program.ports(Role.TANGENT):
+            whole, divided = gradient_of[port.fqn], self.divided[port.fqn]
             if whole is None and port.sized_by_data:
                 whole = torch.zeros(self.shapes[port.fqn], dtype=port.dtype, device=port.device)
             parts = cut(outputs[port.fqn], whole, count, divided, self.sizes)
@@ -207,18 +110,17 @@ class Call:
                 tangents[index][port.name] = part
         return tangents
 
-    def backward(self) -> list[torch.Tensor | None]:
-        """Runs the backwards; returns the gradients of the leaves."""
-        self._run("first backward", forward=False)
+    def backward(self) -> tuple[list[torch.Tensor | None], Figures]:
+        """Runs the backwards; returns the gradients of the leaves, and the step's figures."""
+        _run(self.call, self.step, "first backward", forward=False)
         result = self.step.result(outputs=False)
-        self.figures = figures_of(self.step)
         tell(self.elsewhere, result.overflow)
-        return self.gradients(result)
+        return self.gradients(result), figures_of(self.step)
 
     def is_other(self, scale: float) -> bool:
         """Whether the loss is given another gradient than the one that the step has run with."""
-        assert self.compiled.loss_scale is not None and self.kept is not None
-        self.compiled.loss_scale.note(scale)
+        assert self.call.compiled.loss_scale is not None and self.kept is not None
+        self.call.compiled.loss_scale.note(scale)
         return scale != self.scale or self.kept.dropped
 
     def run_again(self, scale: float) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
@@ -231,19 +133,154 @@ class Call:
 
     def gradients(self, result: Result) -> list[torch.Tensor | None]:
         """The leaves' gradients, where these are; None for a leaf that is none of the step's."""
-        dims = {port.fqn: port.batch_dim or 0 for port in self.program.ports(Role.BATCH)}
-        found: list[torch.Tensor | None] = []
-        for name in self.leaves:
+        program, pipeline = self.call.program, self.call.compiled.pipeline
+        dims = {port.fqn: port.batch_dim or 0 for port in program.ports(Role.BATCH)}
+        gradients: list[torch.Tensor | None] = []
+        for name in self.call.leaves:
             gradient: torch.Tensor | None
             if name in dims:
                 parts = _values(result.batch_gradients, name)
                 gradient = torch.cat(parts, dims[name]) if len(parts) > 1 else parts[0]
             else:
                 gradient = result.gradients.get(name)
-                if gradient is None and name in self.compiled.pipeline.gradients:
+                if gradient is None and name in pipeline.gradients:
                     raise ValueError(f"the runtime's step has no gradient of {name}")
-            found.append(gradient if gradient is None else gradient.to(self.places[name]))
-        return found
+            gradients.append(gradient if gradient is None else gradient.to(self.places[name]))
+        return gradients
+
+
+def forward(call: Call, slots: Slots) -> tuple[Ran, Result, Results]:
+    """Runs a call: with the loss inside, or without gradients, the whole schedule. What it leaves,
+    what the runtime gives (gradients included), and the step's results in their order."""
+    program, captured = call.program, call.compiled.captured
+    pipeline, count = call.compiled.pipeline, call.compiled.microbatches
+    trains = bool(program.ports(Role.TANGENT))
+    later = trains and not call.inside  # the backwards, when tangents arrive
+    elsewhere = [slots[port.name] for port in call.compiled.elsewhere] if trains else []
+    values = [slots[name] if name else None for name in captured.arguments]
+    parts = len(pipeline.given) if isinstance(pipeline, DistributedPipeline) else count
+    sizes = captured.sizes(values, parts)
+    tangents = _later(program, count, sizes) if later else None
+    state = {p.fqn: slots[p.name].detach() for p in program.ports(*STATE_ROLES)}
+    microbatches = _microbatches(call, slots)
+    scaled = {"scale": call.scale} if call.compiled.loss_scale else {}
+    scale = call.scale  # before another call changes it
+    kept = None
+    if call.compiled.loss_scale:
+        kept = Gradients(_again(call, state, microbatches, slots))
+    if call.meter.measures:
+        measure(call.compiled, state, microbatches, seed=call.seed, tangents=tangents, **scaled)
+    step = pipeline.start(state, microbatches, seed=call.seed, tangents=tangents, **scaled)
+    _run(call, step, "first forward" if later else "first step", backward=not later)
+    result = step.result()
+    _check_answers(call, result)
+    with torch.no_grad():
+        for port in program.ports(Role.BUFFER):
+            if port.fqn in result.buffers and port.name not in captured.carried:
+                slots[port.name].copy_(result.buffers[port.fqn])
+    outputs = program.ports(Role.OUTPUT)
+    divided = {port.name: _divided(program, port, microbatches) for port in outputs}
+    joined = {
+        port.name: join(port, _values(result.outputs, port.fqn), divided[port.name])
+        for port in outputs
+    }
+    if result.loss is not None:
+        joined["loss"] = result.loss
+    write_changed(captured, slots, joined)
+    device_of = {port.name: port.device for port in program.outputs}
+    inputs = program.ports(*STATE_ROLES, Role.BATCH)
+    ran = Ran(
+        call,
+        scale,
+        kept,
+        elsewhere,
+        step if later else None,
+        None if later else figures_of(step),
+        sizes,
+        {port.fqn: slots[port.name].device for port in inputs},
+        {name: value.shape for name, value in joined.items()},
+        divided,
+    )
+    return ran, result, tuple(joined[name].to(device_of[name]) for name in captured.results)
+
+
+def _again(call: Call, state: State, microbatches: Sequence[Any], slots: Slots) -> Again:
+    """What the step reads, before it writes any of it."""
+    program = call.program
+    updated = {port.fqn for port in program.ports(Role.BUFFER_UPDATE)}
+    world = world_so_far()
+    here = {
+        port.fqn
+        for port in program.ports(Role.BUFFER)
+        if not (world and world.ownership.foreign.lacks(slots[port.name]))
+    }
+    before = {
+        name: value.clone() if name in updated & here else value for name, value in state.items()
+    }
+    copied = updated | set(call.compiled.captured.changed)
+    ports = program.ports(*STATE_ROLES, Role.BATCH)
+    read = tuple(port for port in ports if not {port.fqn, port.name} & copied)
+    return Again.of(call.compiled.pipeline, before, microbatches, call.seed, read, slots)
+
+
+def _check_answers(call: Call, result: Result) -> None:
+    """Raises WrongAnswer, on all ranks, before anything is written."""
+    ports = {port.name: port.fqn for port in call.program.outputs}
+    for index, name in enumerate(call.compiled.captured.flags):
+        if any(bool(outputs[ports[name]]) for outputs in result.outputs):
+            raise WrongAnswer(index)
+
+
+def _run(call: Call, step: Any, label: str, **part: bool) -> None:
+    """Runs a step or a part of it; the first one is shown."""
+    if call.show is None:
+        step.run(**part)
+        return
+    with call.show.phase(label) as phase:
+        step.run(**part, watch=_watch(call, phase.progress) if phase.progress else None)
+
+
+def _watch(call: Call, progress: Progress) -> Watch:
+    """Counts the actions of rank 0; of several replicas those of the first that starts."""
+    total, started = len(call.compiled.schedule.ranks[0]), itertools.count()
+
+    def watch(rank: int) -> Observer:
+        if rank or next(started):
+            return lambda action: None
+        return lambda action: progress(next(call.done), total)
+
+    return watch
+
+
+def _microbatches(call: Call, slots: Slots) -> list[Any]:
+    """Those of the whole step; of which this process is not given, what it knows of them."""
+    program, pipeline, sent = call.program, call.compiled.pipeline, call.sent
+    if sent and isinstance(pipeline, DistributedPipeline):
+        sent.parts(pipeline.reads({p: slots[p.name] for p in _sent(call, slots)}))
+    changed = call.compiled.captured.changed  # before what is read later
+    whole = {
+        p.fqn: slots[p.name].detach().clone() if p.name in changed else slots[p.name].detach()
+        for p in program.ports(Role.BATCH)
+    }
+    dims = {p.fqn: p.batch_dim or 0 for p in program.ports(Role.BATCH)}
+    sizes = {p.name: slots[p.name] for p in program.ports(Role.SIZE) if p.name in slots}
+    if not isinstance(pipeline, DistributedPipeline):
+        return _cut(whole, dims, call.compiled.microbatches, sizes)
+    return pipeline.known(_cut(whole, dims, len(pipeline.given), sizes), sent is not None)
+
+
+def _sent(call: Call, slots: Slots) -> Iterator[Port]:
+    """The ports of what rank 0 alone was given."""
+    assert call.sent is not None
+    ports = call.program.ports(Role.BATCH, Role.CONSTANT)
+    return (port for port in ports if slots[port.name] in call.sent)
+
+
+def _divided(program: Program, port: Port, microbatches: Sequence[Any]) -> list[Divisor]:
+    """What the microbatches of a result without rows are divided by."""
+    if port.batch_dim is not None or port.reduction == "last":
+        return []
+    return divisors(program, port, microbatches)
 
 
 def _cut(

@@ -79,10 +79,10 @@ class Gradients:
     """Those of a step among what autograd saves, while it is `saving`, with what runs it `again`:
     they may be dropped, and all is freed by the backward as others are."""
 
-    def __init__(self) -> None:
+    def __init__(self, again: "Again") -> None:
         self.parts: list[weakref.ref[_Saved]] = []
         self.dropped = False
-        self.given: Again | None = None  # until autograd has it
+        self.handed: list[Again] = [again]  # until autograd has it
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
@@ -91,7 +91,7 @@ class Gradients:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
                 yield
         finally:
-            self.given = None
+            self.handed.clear()
 
     @property
     def again(self) -> "Again":
@@ -100,7 +100,8 @@ class Gradients:
         return next(part.again for part in parts if part and part.again)
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
-        part = _Saved(tensor, version_of(tensor), self.given)
+        again = next(iter(self.handed), None)
+        part = _Saved(tensor, version_of(tensor), again)
         self.parts.append(weakref.ref(part))
         return part
 

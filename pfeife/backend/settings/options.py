@@ -184,7 +184,7 @@ class Options:
     jobs: how many searches run side by side, in processes of their own, each from another seed.
     plan: cuts, schedule and what is recomputed, as `step.backend.compiled[0].plan` has them: a
         `Plan` or the path to its JSON. Nothing is searched then; it is refused unless it fits the
-        program (see `sched.given.adopted`).
+        program (see `sched.adopt_plan.adopted`).
     split_at: cuts by hand, {"blocks.4": "begin"}.
     replicas: pipelines that share the microbatches and average their gradients.
     data_parallel: what they do with these: "average", or "shard": each parameter is trained by one

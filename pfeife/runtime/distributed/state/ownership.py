@@ -70,17 +70,12 @@ class Ownership:
         self.gradients = Gradients(self.known, self.foreign)
         self.norms = Norms(self.known, self.owned)
         self.copies = Copies(self.known, self.foreign, self.shared)
-        self.factors: list[torch.Tensor] = []  # gradients of losses since the last call
+        self.factors: list[torch.Tensor] = []  # gradients of losses since ranks have compared them
         self.hooks = StepHooks(self.gradients, self.optimizers, self.copies)
 
     def end(self) -> None:
         """No optimizer's step is seen any more."""
         self.hooks.end()
-
-    def factors_since(self) -> tuple[float, ...]:
-        """The gradients that losses were given since this was asked last."""
-        factors, self.factors = self.factors, []
-        return tuple(map(float, factors))
 
     def divided(self, ranks: int) -> bool:
         """Whether some of so many ranks lacks state that others train."""

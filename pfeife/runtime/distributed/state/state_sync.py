@@ -73,7 +73,7 @@ def news_of(ownership: Ownership, borrowed: UntrainedState | None, args: Sequenc
         steps=optimizers.steps(),
         loaded=optimizers.loaded,
         copied=digest(sorted(ownership.deep_copies.new)),
-        factors=ownership.factors_since(),
+        factors=tuple(map(float, ownership.factors)),
         graded=digest(_graded(tensors)),
         wrote=tuple(ownership.asking.writes.told(tensors).items()),
         changed=tuple(ownership.foreign.changed(args)),
@@ -125,6 +125,7 @@ def agree_on(
     ownership.asking.service.uneven = ""
     if not any(texts):
         return
+    ownership.factors.clear()  # on all ranks, which have come to this
     borrowed = borrowed or UntrainedState()
     borrowed.forget(args, ownership.known)
     every = _read(texts)
