@@ -140,9 +140,20 @@ def _with(options: argparse.Namespace, **more: Any) -> argparse.Namespace:
 def _fewest(fits: Callable[[int], "Forecast | None"], most: int) -> "tuple[int, Forecast]":
     """The fewest ranks that hold a step, with its forecast: doubled until they do, and then
     between. Raises ValueError if the most do not."""
-    high, best = next(
-        ((n, candidate) for n in _doubles(1, most) if (candidate := fits(n))), (0, None)
-    )
+    from pfeife.sched.cutting.memory_limit import TooManyStages
+
+    high, best = 0, None
+    for ranks in _doubles(1, most):
+        try:
+            best = fits(ranks)
+        except TooManyStages as error:
+            raise ValueError(
+                f"it does not fit on {ranks // 2} ranks, and cannot be cut for more: {error}; take "
+                "fewer rows or tokens a microbatch"
+            ) from error
+        if best:
+            high = ranks
+            break
     if best is None:
         raise ValueError(f"it does not fit on {most} ranks (--most)")
     low = high // 2  # from here on `high` ranks hold it and `low` ranks do not
@@ -188,4 +199,7 @@ def _row(answer: Fits, price: float | None) -> tuple:
         f"{forecast.utilization:.1%}",
         counted(86400 * rate),
     )
-    return (*words, f"{price * forecast.world * 1e9 / rate / 3600:.4g}") if price else words
+    if not price:
+        return words
+    cost = price * forecast.world * 1e9 / rate / 3600 if rate else 0.0
+    return (*words, f"{cost:.4g}")

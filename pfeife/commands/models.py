@@ -73,15 +73,17 @@ def _module(place: str) -> Any:
     """A module by its name, or by the path of its file. What its code raises is told with its
     line."""
     path = Path(place)
+    if place.endswith(".py") and not path.is_file():
+        raise ValueError(f"{place!r}: there is no such file")
     try:
         if place.endswith(".py"):
-            if not path.is_file():
-                raise ValueError(f"{place!r}: there is no such file")
             sys.path.insert(0, str(path.parent.absolute()))  # for its imports from beside it
-            spec = importlib.util.spec_from_file_location(path.stem, path)
+            # A file may be called as a module that is there: random.py.
+            name = f"{path.stem}_of_a_file" if path.stem in sys.modules else path.stem
+            spec = importlib.util.spec_from_file_location(name, path)
             assert spec is not None and spec.loader is not None
             module = importlib.util.module_from_spec(spec)
-            sys.modules[path.stem] = module  # before it runs: dataclasses look it up there
+            sys.modules[name] = module  # before it runs: dataclasses look it up there
             spec.loader.exec_module(module)
             return module
         if "" not in sys.path:
@@ -92,8 +94,6 @@ def _module(place: str) -> Any:
             extra = "; pip install 'pfeife[models]'" if error.name in LIBRARIES else ""
             raise ValueError(f"there is no module {place!r}{extra}") from None
         raise ValueError(f"{place!r} does not import: {_line(error)}") from error
-    except ValueError:
-        raise
     except Exception as error:
         raise ValueError(f"{place!r} does not import: {_line(error)}") from error
 

@@ -223,8 +223,23 @@ def test_what_fits(said):
     assert status == 2 and "--memory 80000" in err
     status, _, err = said("fit", *asked, "--ranks", "1")
     assert status == 2 and "does not fit on 1 ranks" in err
+    status, _, err = said("fit", "mine.py:example", "--memory", "1KB", "--microbatches", "8")
+    assert status == 2 and "cannot be cut for more: " in err and "only" in err
     status, out, err = said("fit", "mine.py:example", "--ranks", "8", "--microbatches", "8")
     assert status == 0 and "8 ranks in 2 pipelines" in out and "planning" in err
+
+
+def test_files_that_are_called_as_others_or_raise(said, tmp_path):
+    """A person's random.py is none of Python's, and an error of theirs is told with its line."""
+    import random
+
+    (tmp_path / "random.py").write_text("from mine import example  # of the same folder\n")
+    status, _, err = said("plan", "random.py:example", *ASKED, "--machine", "cpu-core")
+    assert status == 0 and sys.modules["random"] is random, err
+    (tmp_path / "raising.py").write_text("\nraise ValueError('of mine')\n")
+    status, _, err = said("plan", "raising.py:example", *ASKED)
+    assert status == 2 and "'raising.py' does not import" in err and "of mine" in err
+    assert "raising.py:2)" in err
 
 
 def test_schedules_are_simulated_and_go_to_torch_and_back(said):
