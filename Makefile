@@ -19,6 +19,7 @@ check: lint
 	$(BIN)/python -m pytest -q -n 2 $(CHECKED:%=tests/%) \
 		-k "not side_by_side and not wiring and not killed \
 		and (not edges or batch-1 or words-1)"
+	$(BIN)/python tests/budget.py
 
 test-all: .venv/dev
 	WHOLE=1 $(BIN)/python -m pytest -q -n 2

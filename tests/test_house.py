@@ -8,6 +8,7 @@ from pathlib import Path
 import attrs
 import networkx as nx
 import pytest
+from budget import BUDGET, counted
 
 ROOT = Path(__file__).parent.parent
 # A module may import from the lines above its own, and from its own folder; those of one line stand
@@ -64,6 +65,14 @@ def test_no_circle_of_files():
                 graph.add_edges_from((name, module) for module in modules & names.keys() - {name})
     circles = [sorted(one) for one in nx.strongly_connected_components(graph) if len(one) > 1]
     assert graph.number_of_edges() > 1000 and not circles
+
+
+def test_no_folder_is_over_its_budget():
+    """Lines of code: who needs more raises the number in tests/budget.py, with a reason."""
+    lines = counted()
+    assert {*lines} == {*BUDGET}
+    over = {folder: n - BUDGET[folder] for folder, n in lines.items() if n > BUDGET[folder]}
+    assert not over, f"lines too many: {over}"
 
 
 UNSAFE_BUT_LISTED = {
