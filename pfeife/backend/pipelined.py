@@ -19,10 +19,10 @@ _SHOWN = 8  # of what was compiled, in a `repr`
 class PipelinedStep(Generic[P, R]):
     """A step that runs as a pipeline, called as the step is.
 
-    `backend` has the options and what was compiled, `report` shows it. Otherwise it is like a
-    function: it is bound as a method, has the name and the attributes of the step, is copied as
-    itself, and is pickled by its name.
-    """
+    `backend` has the `Options`, and what was compiled (`backend.compiled[-1].program` is a
+    `Program`, `.plan` its `Plan`, `.schedule` the order of it all); `report` shows it. Otherwise it
+    is like a function: it is bound as a method, has the name and the attributes of the step, is
+    copied as itself, and is pickled by its name. """
 
     __wrapped__: Callable[P, R]
     __qualname__: str

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import attrs
 import torch
 
 from pfeife import report
@@ -86,14 +85,10 @@ def _short(name: str) -> str:
 
 def _command(name: str, backend: Context) -> str:
     """How a step was compiled: with which options, where they are not those that hold anyway."""
-    options, usual = backend.options, type(backend.options)()
-    said = [_short(name)]
-    for field in attrs.fields(type(options)):
-        value = getattr(options, field.name)
-        if value != getattr(usual, field.name):
-            text = field.repr(value) if callable(field.repr) else repr(value)
-            said.append(f"{field.name}={text[:80]}")
-    return f"pfeife.compile({', '.join(said)})"
+    usual = type(backend.options)().texts
+    texts = backend.options.texts.items()
+    options = [f"{option}={text[:80]}" for option, text in texts if text != usual[option]]
+    return f"pfeife.compile({', '.join([_short(name), *options])})"
 
 
 def measured(

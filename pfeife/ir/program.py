@@ -19,8 +19,10 @@ from pfeife.ir.source import source
 
 @attrs.frozen(eq=False, slots=False, repr=False)
 class Program(ProgramBase):
-    """A graph module of one microbatch with its ports; see the module's docstring, and
-    `ir.base.ProgramBase` for its fields."""
+    """A graph module of one microbatch with its ports, at any level: flat, clusters, stages, ranks.
+    `pfeife.capture` makes one, passes make others of it, a `Plan` says where it is cut, a
+    `Schedule` in which order its calls run. See the module's docstring, and `ir.base.ProgramBase`
+    for its fields."""
 
     def graph(self) -> nx.DiGraph:
         """What computes, and what flows: a networkx graph of any level.

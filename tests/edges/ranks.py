@@ -321,7 +321,8 @@ def another_step_on_a_rank():
 
 
 @row(
-    'the arguments of this call: ranks [1] have another one than rank 0: rank 1 has "Options(',
+    'the arguments of this call: ranks [1] have another one than rank 0: rank 1 has "option '
+    "schedule='gpipe'\" where rank 0 has \"option schedule='1f1b'\"",
     ranks=(2,),
 )
 def other_options_on_a_rank():

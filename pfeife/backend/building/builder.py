@@ -39,7 +39,8 @@ class Builder:
     def asked(self) -> str:
         """All options that every rank must be given alike; files by what is in them."""
         target, links = described(self.machine), described(self.network)
-        return f"{self.options}\noption machine: {target}\noption network: {links}"
+        options = [f"option {name}={text}" for name, text in self.options.texts.items()]
+        return "\n".join([*options, f"option machine: {target}", f"option network: {links}"])
 
     def mesh(self, world: World) -> Mesh:
         """Raises CollectiveError for a mesh of another number of ranks."""

@@ -166,9 +166,11 @@ def _is_key(value: Any) -> bool:
     return type(value) in (int, str)
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, repr=False)
 class Options:
-    """Options of `torch.compile(step, backend="pfeife", options={...})`.
+    """Options of `pfeife.compile(step, ...)`, and of `torch.compile(step, backend="pfeife",
+    options={...})`. What is built by them is in `step.backend.compiled`: a `Program` and its
+    `Plan`.
 
     microbatches: into how many equal parts the batch of a call is cut, that of all replicas.
     batch: what each rank is given: "global", the batch of all replicas; "replica", that of its own
@@ -384,6 +386,21 @@ class Options:
         wrong = {index: how for index, how in self.reduce.items() if how not in ("mean", "sum")}
         if wrong:
             raise ValueError(f"option reduce={wrong}: must be 'mean' or 'sum'")
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """What every option is, as all ranks write it."""
+        fields = [field for field in attrs.fields(Options) if field.repr]
+        return {
+            field.name: (field.repr if callable(field.repr) else repr)(getattr(self, field.name))
+            for field in fields
+        }
+
+    def __repr__(self) -> str:
+        """Those that are not what they are anyway."""
+        usual = Options().texts
+        texts = (f"{name}={text}" for name, text in self.texts.items() if text != usual[name])
+        return f"Options({', '.join(texts)})"
 
     def replicated(self, owners: Mapping[str, int | None]) -> Replicas:
         """What these options say of replicas; `owners` are those that train state already."""
