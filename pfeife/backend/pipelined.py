@@ -22,7 +22,7 @@ class PipelinedStep(Generic[P, R]):
     `backend` has the `Options`, and what was compiled (`backend.compiled[-1].program` is a
     `Program`, `.plan` its `Plan`, `.schedule` the order of it all); `report` shows it. Otherwise it
     is like a function: it is bound as a method, has the name and the attributes of the step, is
-    copied as itself, and is pickled by its name. """
+    copied as itself, and is pickled by its name."""
 
     __wrapped__: Callable[P, R]
     __qualname__: str

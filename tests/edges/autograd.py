@@ -372,16 +372,6 @@ def a_loss_that_ranks_scale_otherwise():
         (step(rows()) * (1 + rank())).backward()
 
 
-@row("2.weight has a gradient on rank 1, which trains it, and none any more on ranks [0]", (2,))
-def gradients_that_one_rank_sets_to_none():
-    model = net()
-    step = pfeife.compile(lambda x: model(x).square().mean(), **TWO)
-    for _ in range(2):
-        step(rows()).backward()
-        if rank() == 0:
-            model.zero_grad()
-
-
 @row(ranks=(2,))
 def an_optimizer_of_what_a_rank_trains():
     """It sets the gradients of this rank alone to None."""

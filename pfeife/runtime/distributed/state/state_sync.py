@@ -27,10 +27,7 @@ class News:
     steps: int = 0  # how often optimizers have stepped since the last call
     loaded: bool = False  # whether an optimizer has been given state
     copied: str = ""  # which deep copies of modules were made: a digest
-    # Of backwards: the gradients that losses were given since the last call, one for each; and the
-    # tensors that have gradients now, as a digest.
-    factors: tuple[float, ...] = ()
-    graded: str = ""
+    factors: tuple[str, ...] = ()  # gradients that losses were given, one for each backward
     # Of tensors:
     wrote: tuple[tuple[int, int], ...] = ()  # how often the script has by hand, here or not
     changed: tuple[int, ...] = ()  # what is absent here has been written to, as by a checkpoint
@@ -73,8 +70,7 @@ def news_of(ownership: Ownership, borrowed: UntrainedState | None, args: Sequenc
         steps=optimizers.steps(),
         loaded=optimizers.loaded,
         copied=digest(sorted(ownership.deep_copies.new)),
-        factors=tuple(map(float, ownership.factors)),
-        graded=digest(_graded(tensors)),
+        factors=tuple(f"{float(factor):.9g}" for factor in ownership.factors),
         wrote=tuple(ownership.asking.writes.told(tensors).items()),
         changed=tuple(ownership.foreign.changed(args)),
         lost=tuple(_lost(ownership, tensors)),
@@ -83,11 +79,6 @@ def news_of(ownership: Ownership, borrowed: UntrainedState | None, args: Sequenc
         shared=tuple(_writes(ownership, tensors).items()),
         borrowed=writes,
     ).text
-
-
-def _graded(tensors: Mapping[int, torch.Tensor]) -> list[int]:
-    """The numbers of those that have gradients, here or elsewhere."""
-    return [n for n, tensor in tensors.items() if tensor.is_leaf and tensor.grad is not None]
 
 
 def _lost(ownership: Ownership, tensors: Mapping[int, torch.Tensor]) -> list[str]:
@@ -132,8 +123,6 @@ def agree_on(
     # Copies first: what follows goes by the numbers of tensors, and then they have some.
     ownership.number_copies([news.copied for news in every])
     _compare_backwards(every)
-    if len({news.graded for news in every}) > 1:
-        _check_graded(ownership, world, ownership.among(args))
     _compare_steps(ownership, world, every)
     if not any(news.is_of_tensors for news in every):
         return
@@ -167,32 +156,13 @@ def _compare_backwards(every: Sequence[News]) -> None:
                 f"rank {rank} {len(factors)} times: each rank has the gradients of its own stages, "
                 "so every rank calls loss.backward(); begin again from the last checkpoint"
             )
-        for mine, theirs in zip(first, factors, strict=True):
-            if not math.isclose(mine, theirs, rel_tol=1e-5) and mine == mine:
+        for here, there in zip(first, factors, strict=True):
+            if here != there and not math.isclose(float(here), float(there), rel_tol=1e-5):
                 raise CollectiveError(
-                    f"the loss of the last call was given the gradient {mine:g} on rank 0 and "
-                    f"{theirs:g} on rank {rank}: each rank has the gradients of its own stages, so "
+                    f"the loss of the last call was given the gradient {here} on rank 0 and "
+                    f"{there} on rank {rank}: each rank has the gradients of its own stages, so "
                     "what the loss is multiplied by (a count, a weight) is the same on every rank"
                 )
-
-
-def _check_graded(ownership: Ownership, world: World, tensors: Mapping[int, torch.Tensor]) -> None:
-    """Raises CollectiveError for a gradient that the rank which trains its parameter still has, and
-    another one has not: zero_grad() was called there alone. That a rank's own is gone alone is
-    right: its optimizer may have that rank's parameters, or step in the backward (collective)."""
-    texts = world.from_all_ranks(json.dumps(_graded(tensors)))
-    graded = [frozenset(json.loads(text)) for text in texts]
-    for number in tensors:
-        owned = ownership.owned.get(number)
-        if owned is None or not all(number in graded[rank] for rank in owned.holders):
-            continue
-        without = [rank for rank, numbers in enumerate(graded) if number not in numbers]
-        if without:
-            raise CollectiveError(
-                f"{owned.name} has a gradient on rank {owned.first}, which trains it, and none any "
-                f"more on ranks {without}: optimizer.zero_grad() is called on every rank, or on "
-                "none; begin again from the last checkpoint"
-            )
 
 
 def _compare_steps(ownership: Ownership, world: World, every: Sequence[News]) -> None:
