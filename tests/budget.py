@@ -19,7 +19,7 @@ BUDGET = {
     "backend/building": 880,
     "backend/calls": 650,
     "backend/doors": 250,
-    "backend/settings": 490,
+    "backend/settings": 500,
     "backend/state": 450,
     "commands": 1500,
     "compilers": 380,

@@ -48,7 +48,6 @@ from pfeife.runtime.failure import CollectiveError, Failure, PipelineError, fail
 log = logging.getLogger("pfeife")
 
 GRACE = 7.0  # seconds that a rank has to come out of its step when another one has failed
-_ASKED = "asked"  # what the connection of the service is for
 _SHORT = 128  # bytes of a note from which on it has a message of its own
 # What a rank adds to an agreement: the digest of its text (zeros: it cannot go on), a number, the
 # bytes of its note (_SHORT: it goes apart), the note, the digest of its own text.

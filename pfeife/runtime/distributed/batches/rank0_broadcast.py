@@ -98,9 +98,13 @@ class Announced:
     def __call__(self, world: World, find: Callable[[], Structure | None]) -> Structure | None:
         """What rank 0 finds, on every rank, None for the end (collective). If it raises there, all
         ranks raise a CollectiveError that tells of it, rank 0 with the exception as its cause."""
-        # All ranks know as many structures, and so forget them at the same call.
-        if self.generation != world.generation or len(self.known) == _MOST:
-            self.generation, self.known = world.generation, {}
+        # All ranks know as many structures, and so forget them at the same call; how many calls
+        # they have made may differ by one where a failure has ended one of them, until they meet
+        # anew.
+        if self.generation != world.generation:
+            self.generation, self.count, self.known = world.generation, 0, {}
+        elif len(self.known) == _MOST:
+            self.known = {}
         structure, refused = None, None
         if world.rank == 0:
             try:
