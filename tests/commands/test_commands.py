@@ -304,5 +304,5 @@ def test_the_demo_shows_a_timeline_and_the_same_losses(said, tmp_path):
     assert status == 0 and "20 of 20 losses are those of one device" in out, err
     assert "rank 1  " in out
     page = (tmp_path / "demo.html").read_text()
-    assert "<code>pfeife.compile(loss_fn, microbatches=4, stages=2, " in page
+    assert "<code>pfeife.compile(loss_fn, microbatches=4, stages=2" in page
     assert "<dt>batch</dt><dd>64</dd>" in page and "measured " in page
