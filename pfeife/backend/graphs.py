@@ -43,6 +43,7 @@ class Graph(Protocol):
     inputs: Inputs
     sure: bool  # whether what is cut is taken for the batch
     said: bool  # whether the caller has said that it is, if rows depend on one another
+    counting: Sequence[int]  # which arguments are the number of rows
     doubled: Doubled | None  # runs the step on twice the rows, where `step` does not
 
     @property
@@ -110,6 +111,7 @@ class MicrobatchGraph:
     ):
         self.step, self.inputs, self.grown, self.losses = step, inputs, grown, losses
         self.doubled = doubled
+        self.counting: Sequence[int] = ()
         self.sure, self.door, self.said = True, door, said
         self.dims: Sequence[int | None] = [one.batch_dim for one in self.inputs.arguments]
 
@@ -272,6 +274,8 @@ class BatchedGraph:
         self.doubled: Doubled | None = None
         self.shows = True  # a run may show where rows are, if no rule tells it
         self.sizes = self._batch_sizes(examples)
+        sizes = enumerate(argument.example for argument in self.inputs.arguments)
+        self.counting: Sequence[int] = [index for index, size in sizes if self._counts(size)]
 
     @functools.cached_property
     def dims(self) -> Sequence[int | None]:
@@ -318,6 +322,10 @@ class BatchedGraph:
                 "the batch before it is captured (in_dims)"
             )
         return dims[0] if dims else None
+
+    def _counts(self, value: Any) -> bool:
+        """Whether an argument is the number of rows."""
+        return isinstance(value, torch.SymInt) and self._is_batch(value)
 
     def _is_batch(self, size: Any) -> bool:
         if isinstance(size, int):

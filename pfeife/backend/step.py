@@ -105,7 +105,7 @@ class CompiledStep:
             self.view,
             self.cutter.said,
             options.max_programs,
-            lambda: self.invocation,
+            self._current,
         )
         # The caller's passes may look at shapes.
         dynamic = False if options.dynamic is None and options.passes else options.dynamic
@@ -117,7 +117,12 @@ class CompiledStep:
         self.has_values = False  # whether a call has run: no state waits for its values
         self.of_rank_zero = CallOfRankZero(self.name)
         self.lock = threading.RLock()
-        self.invocation: Any = None  # the one that is on its way
+        self.invocation: Invocation | None = None  # the one that is on its way
+
+    def _current(self) -> Invocation:
+        """The invocation that is on its way, for who is called from inside of it."""
+        assert self.invocation is not None
+        return self.invocation
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self.lock:

@@ -2,6 +2,7 @@
 
 import functools
 
+import attrs
 import pytest
 import torch
 from models import CASES, case
@@ -12,7 +13,7 @@ import pfeife
 from pfeife import sched
 from pfeife.cost import estimate, memory_curves, stage_memory
 from pfeife.data.optimizers import optimizer_bytes
-from pfeife.ir.parts import Role
+from pfeife.ir.parts import Kind, Role
 from pfeife.lowering.channel import AHEAD
 from pfeife.sched.cutting import clusters_of, workload_of
 from pfeife.sched.cutting.account import Account, units_of
@@ -266,3 +267,30 @@ def test_what_the_planner_knows_of_memory():
     costs = estimate(program, CPU_CORE)
     both = sum(costs.seconds.values()) + sum(costs.accumulate.values())
     assert sum(known.seconds) == pytest.approx(both)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_bytes_inside_of_operations_count_where_they_were_measured(split):
+    """As on a GPU: those of a stage are the most of its clusters', on top of what the graph says,
+    and a stage that recomputes has those of its forward too."""
+    flat = annotated("GPT")
+    costs = estimate(flat, CPU_CORE)
+    first, last = flat.calls[0].node, flat.calls[-1].node
+    inside = attrs.evolve(costs, inside={first: 1000, last: 3000})
+    plain, more = (pfeife.annotate(one)(flat) for one in (costs, inside))
+    assert {call.node: call.inside_bytes for call in more.calls if call.inside_bytes} == {
+        first: 1000,
+        last: 3000,
+    }
+    plan = sched.plan(plain, machine=CPU_CORE, microbatches=2, stages=1, schedule="1f1b")
+    passes = [pfeife.partition(plan), *([pfeife.split_backward()] if split else [])]
+    before, after = (pfeife.compose(*passes)(program) for program in (plain, more))
+    of_kind = {call.kind: call.inside_bytes for call in after.calls}
+    assert of_kind.pop(Kind.FORWARD) == 1000 and {*of_kind.values()} == {3000}
+    (less,), (most,) = stage_memory(before), stage_memory(after)
+    assert 1000 <= most.temporaries - less.temporaries <= 3000
+    schedules = [sched.lower(plan.schedule, program) for program in (before, after)]
+    (low,), (high,) = map(memory_curves, (before, after), schedules)
+    assert low.peak < high.peak <= low.peak + 3000
+    with pytest.raises(ValueError, match="no seconds"):
+        attrs.evolve(costs, inside={"nowhere": 1})

@@ -619,9 +619,12 @@ def constants_that_count_rows():
             counts = torch.tensor([part * len(x), part * 2 * len(x), part * 5])
             return (model(x).sum(0) / counts.abs()).sum()
 
-        with said() as found:
+        try:  # a sum, and two means: their average is none of them
             pfeife.compile(lambda x, step=step: step(x), microbatches=2)(x)
-        assert found, "a sum, and two means"
+        except ValueError as error:
+            assert "counts the rows of a microbatch, which lift_fresh" in str(error), error
+        else:
+            raise AssertionError("not refused")
 
 
 @row(ranks=(1, 2))
@@ -667,7 +670,11 @@ def of_places(model, rows):
     return (model(rows) * torch.arange(len(rows)).float().sum()).mean()
 
 
-COUNTING = (bounded, sloped, filled, beside_a_weight, of_some_columns, of_places)
+def of_a_tensor(model, rows):
+    return model(rows).clamp(max=torch.tensor(0.05 * len(rows))).mean()
+
+
+COUNTING = (of_a_tensor, bounded, sloped, filled, beside_a_weight, of_some_columns, of_places)
 
 
 @row()
@@ -684,6 +691,18 @@ def numbers_that_count_rows_where_no_rule_sees_them():
                 assert "counts the rows of a microbatch" in str(error), error
             else:
                 raise AssertionError(f"{step} by {capture} is not refused")
+
+
+@row("the loss depends on a number that counts the rows of a microbatch, which clamp.default")
+def a_number_that_counts_rows_by_the_name():
+    model = nn.Linear(4, 4)
+    step = torch.compile(
+        lambda rows: model(rows).clamp(max=0.05 * len(rows)).mean(),
+        backend="pfeife",
+        options={"microbatches": 4},
+        dynamic=True,
+    )
+    step(torch.randn(8, 4))
 
 
 @row()

@@ -228,6 +228,7 @@ class Build:
                         self.graph.sure,
                         self.graph.doubled,
                         decided=options.loss_reduction != "auto",
+                        counting=self.graph.counting,
                     )
                 ):
                     self.graph.check_unseen(captured)

@@ -168,12 +168,14 @@ class DynamoDoor:
 
         def run(module: fx.GraphModule, examples: list[Any]) -> Sequence[torch.Tensor]:
             inputs = describe(module, examples, caller_tensors=given_by(call.leaves))
+            changes = [a.given or {*a.names} & {*written} for a in inputs.arguments]
             values = [
-                value.detach() if isinstance(value, torch.Tensor) else value for value in examples
-            ]
-            values = [
-                value.clone() if argument.given or {*argument.names} & {*written} else value
-                for argument, value in zip(inputs.arguments, values, strict=True)
+                value
+                if not isinstance(value, torch.Tensor)
+                else value.detach().clone()
+                if changed
+                else value.detach()
+                for value, changed in zip(examples, changes, strict=True)
             ]
             with record:
                 return dynamo_forward(module).run(*values)

@@ -42,6 +42,7 @@ def check_first_call(
     sure: bool,
     doubled: Doubled | None = None,
     decided: bool = False,
+    counting: Collection[int] = (),
 ) -> bool:
     """Whether all could be checked. Raises ValueError if the order of the rows matters, or if the
     program computes something else than the `step`, both beyond rounding, or if rows depend on one
@@ -50,7 +51,8 @@ def check_first_call(
 
     `args` are those of a call with the whole batch, two microbatches or more. `doubled` runs the
     step where it is not its forward that does: a graph has the numbers of its own sizes. It is
-    `decided` where the caller has said how losses are put together. What cannot be
+    `decided` where the caller has said how losses are put together; the arguments at the indices
+    `counting` are the number of rows itself. What cannot be
     compared is left: draws without an expected value, results that are not finite, rows of which
     a microbatch has one only.
     """
@@ -66,7 +68,7 @@ def check_first_call(
         if runs.rows > 1 and not sure:
             runs.check_mixing(results)
         if not captured.mixed:
-            runs.check_counting(results, single, doubled, decided)
+            runs.check_counting(results, single, doubled, decided, counting)
         return runs.rows > 1
     except Draws as draws:
         log.debug("the first call is not checked, since the step draws by %s", draws)
@@ -167,6 +169,7 @@ class Runs:
         single: Recorded,
         doubled: Doubled | None,
         decided: bool,
+        counting: Collection[int],
     ) -> None:
         """Raises ValueError if a number that counts the rows of a microbatch decides a result, as
         Python computes it of `len(x)`: it is another one for the whole batch.
@@ -180,14 +183,14 @@ class Runs:
         twice = Recorded()
         written = [port.fqn for port in self.captured.program.ports(Role.BUFFER)]
         try:
-            whole = doubled(twice, written) if doubled else self(self._twice(), twice)
+            whole = doubled(twice, written) if doubled else self(self._twice(counting), twice)
         except Draws:
             raise
         except Exception as error:  # as where a step takes batches of one size alone
             log.debug("the step is not tried on twice the rows, since it fails: %s", error)
             return
-        counting = counts_rows(single, twice)
-        if not counting:
+        operation = counts_rows(single, twice)
+        if not operation:
             return
         # `doubled` has no arguments that the step changes in place.
         for port, value, other in zip(self.results, results, whole, strict=False):
@@ -203,15 +206,17 @@ class Runs:
             what = "loss" if port.role == Role.LOSS else f"result {port.fqn}"
             raise ValueError(
                 f"the {what} depends on a number that counts the rows of a microbatch, which "
-                f"{counting} is given (computed of len(x) or x.shape[0], say): twice the rows make "
-                f"it {_told(other)} instead of {_told(expected)}, and one device would compute it "
+                f"{operation} is given (computed of len(x) or x.shape[0], say): twice the rows "
+                f"make it {_told(other)} instead of {_told(expected)}. One device would compute it "
                 "of the whole batch. Hand the number over as an argument, or say "
                 "loss_reduction= if it is meant (check=False leaves this check out)"
             )
 
-    def _twice(self) -> Values:
+    def _twice(self, counting: Collection[int]) -> Values:
         """The arguments of the first microbatch with all rows twice."""
         values = self.part(0)
+        for index in counting:
+            values[index] *= 2
         for index in self.cut:
             values[index] = torch.cat([values[index]] * 2, self._dim(index))
         return values

@@ -19,6 +19,7 @@ _SHAPED = {
     *("new_empty_strided", "zeros_like", "slice", "select", "narrow", "split", "split_with_sizes"),
     "unbind",
 }
+_MOST_NUMBERS = 64  # of a tensor that Python makes of its own, which are looked at
 _ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-3}  # relative; other dtypes: a tenth
 
 
@@ -48,7 +49,7 @@ class Expected(_torch.TorchDispatchMode):
 
 
 @attrs.frozen
-class Ran:
+class RecordedOperation:
     """An operation that has run: its numbers, in order, and the shapes of what it gave."""
 
     name: str
@@ -61,7 +62,7 @@ class Recorded(Expected):
 
     def __init__(self) -> None:
         super().__init__()
-        self.operations: list[Ran] = []
+        self.operations: list[RecordedOperation] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -71,9 +72,12 @@ class Recorded(Expected):
             return result
         leaves = pytree.tree_leaves((args, kwargs or {}))
         numbers = tuple(float(leaf) for leaf in leaves if type(leaf) in (int, float))
-        tensors = (leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor))
+        tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if func is torch.ops.aten.lift_fresh.default and result.numel() <= _MOST_NUMBERS:
+            real = torch.view_as_real(result) if result.is_complex() else result
+            numbers += (*map(float, real.flatten().tolist()),)  # torch.tensor(0.1 * len(x))
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
-        self.operations.append(Ran(str(func).removeprefix("aten."), numbers, shapes))
+        self.operations.append(RecordedOperation(str(func).removeprefix("aten."), numbers, shapes))
         return result
 
 
@@ -91,7 +95,7 @@ def counts_rows(single: Recorded, twice: Recorded) -> str:
     return ""
 
 
-def _is_shape(first: Ran, second: Ran) -> bool:
+def _is_shape(first: RecordedOperation, second: RecordedOperation) -> bool:
     """Whether the numbers of an operation are those of a shape, which has grown with the rows."""
     if first.name.partition(".")[0] not in _SHAPED:
         return False
