@@ -16,9 +16,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
+from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
-from pfeife._torch.tensors import OpOverload, plainly
+from pfeife._torch.tensors import plainly
 
 # A key for tests of torch's dispatcher, which no tensor of torch's has. There is no public key to
 # choose; if it goes: any other one without kernels.

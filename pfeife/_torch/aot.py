@@ -17,44 +17,11 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 # torch's rule for the layout of a result, and for shapes in Python.
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_impls import op_implementations_dict
-
-# What Dynamo's graph calls where an autocast region begins and ends. If they move: a run that ends
-# in between leaves autocast switched on.
-from torch.amp.autocast_mode import _enter_autocast as enter_autocast
-from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 from torch.fx.node import has_side_effect
 
 from pfeife._torch import grouped
 from pfeife._torch.recurrent import FLOPS
 from pfeife._torch.sizes import with_assertions
-
-# Roles of the joint graph's inputs and outputs, in node.meta["desc"]. If they move: follow what
-# `aot_export_joint_with_descriptors` puts there.
-from torch._functorch._aot_autograd.descriptors import (  # isort: skip
-    BufferAOTInput,
-    GradAOTOutput,
-    InputMutationAOTOutput,
-    ParamAOTInput,
-    PlainAOTInput,
-    PlainAOTOutput,
-    TangentAOTInput,
-)
-
-__all__ = [
-    "BufferAOTInput",
-    "GradAOTOutput",
-    "InputMutationAOTOutput",
-    "ParamAOTInput",
-    "PlainAOTInput",
-    "PlainAOTOutput",
-    "TangentAOTInput",
-    "enter_autocast",
-    "exit_autocast",
-    "flop_formulas",
-    "inductor",
-    "joint_graph",
-    "no_autocast",
-]
 
 
 @contextlib.contextmanager

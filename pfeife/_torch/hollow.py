@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 from pfeife._torch.absent import is_absent
-from pfeife._torch.tensors import FakeTensor, FakeTensorMode, OpOverload, fake_tensor, plainly
+from pfeife._torch.tensors import FakeTensor, FakeTensorMode, fake_tensor, plainly
 
 FIRST = 1 << 60  # no process has memory from here on
 

@@ -5,8 +5,7 @@ import re
 from typing import Any
 
 import torch
-
-from pfeife._torch.tensors import OpOverload
+from torch._ops import OpOverload
 
 _CPU_ALONE = {"cpu", "mkldnn", "onednn", "quantized", "fbgemm", "xnnpack"}  # words in names
 

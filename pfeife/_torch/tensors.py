@@ -9,10 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-# One of torch's operations for one set of arguments. If it moves: the type of
-# `torch.ops.aten.add.Tensor`.
-from torch._ops import OpOverload
-
 # A mode in which tensors have shapes and no storage, and what it raises where a value is asked for;
 # there are no public names for them. If they move: torch.export uses them, and imports them.
 from torch._subclasses.fake_tensor import (
@@ -23,40 +19,6 @@ from torch._subclasses.fake_tensor import (
 
 # While no mode sees what is computed. If it moves: `torch._C._DisableTorchDispatch`.
 from torch.utils._mode_utils import no_dispatch
-
-# Sees every operation of a thread; documented in torch's tutorials, yet in a private module.
-from torch.utils._python_dispatch import TorchDispatchMode
-
-__all__ = [
-    "DataDependentOutputException",
-    "FakeTensor",
-    "FakeTensorMode",
-    "OpOverload",
-    "TorchDispatchMode",
-    "asks_for_values",
-    "converting_others",
-    "copy_marks",
-    "fake_on",
-    "fake_tensor",
-    "hooks_of",
-    "is_handed_out",
-    "is_in_backward",
-    "is_shared",
-    "is_wrapper",
-    "keeps_graph",
-    "leaf_dims",
-    "mark_open",
-    "marked_dims",
-    "marked_most",
-    "no_dispatch",
-    "open_dims",
-    "opened",
-    "overlap",
-    "plainly",
-    "quiet_fakes",
-    "storage_of",
-    "views_of_memory",
-]
 
 
 @contextlib.contextmanager
