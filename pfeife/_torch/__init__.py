@@ -45,6 +45,7 @@ from pfeife._torch.absent import (
     is_absent,
     let_go,
     let_go_all,
+    natively,
     record_of,
     without_values,
 )
@@ -80,13 +81,9 @@ from pfeife._torch.dynamo import (
 )
 from pfeife._torch.gloo import gather_into, gloo_device, gloo_group, sequence_of
 from pfeife._torch.hollow import (
-    FIRST,
-    address_of,
     changes_layout,
     draws,
     has_no_rule,
-    hollow,
-    is_hollow,
     makes_view,
     without_memory,
     written,

@@ -61,7 +61,7 @@ def without_values(like: torch.Tensor, device: torch.device, record: Record) -> 
     _kernel()
     layout: Any = {"strides": like.stride(), "dtype": like.dtype, "device": device}
     tensor = torch.empty(0, dtype=like.dtype, device=device)
-    with _native():
+    with natively():
         # The constructor of subclasses has no public name. `data` takes all but the subclass.
         wrapper: Any = torch.Tensor._make_wrapper_subclass(
             _Wrapper, like.shape, _extra_dispatch_keys=_KEYS, **layout
@@ -86,7 +86,7 @@ def let_go_all(tensors: Sequence[torch.Tensor], record: Record) -> None:
     whole = without_values(room, tensors[0].device, record)
     for tensor in tensors:
         layout = tensor.size(), tensor.stride(), tensor.storage_offset()
-        with _native(), torch.no_grad():
+        with natively(), torch.no_grad():
             # A storage may have bytes left over behind the last element of this type.
             numbers = whole[: size - size % tensor.itemsize].view(tensor.dtype)
             tensor.data = numbers.as_strided(*layout)
@@ -129,7 +129,7 @@ class _Storage(torch.UntypedStorage):
         return storage
 
 
-def _native() -> contextlib.AbstractContextManager[None]:
+def natively() -> contextlib.AbstractContextManager[None]:
     """While tensors without values are as any others, for what looks at none of their values. If
     it moves: `torch._C._dispatch_tls_set_dispatch_key_excluded`."""
     guard: contextlib.AbstractContextManager[None] = torch._C._ExcludeDispatchKeyGuard(_KEYS)
@@ -176,12 +176,12 @@ def _answered(operation: OpOverload, *args: Any, **kwargs: Any) -> Any:
     if _is_composite(operation):
         return operation.decompose(*args, **kwargs)
     if _looks(operation):
-        with _native():
+        with natively():
             return operation(*args, **kwargs)
     if operation is torch.ops.aten._local_scalar_dense.default and _dynamo_looks():
         return 0  # a hint for a symbol, which nobody guards unless the step asks for the number
     if operation is _DEEP_COPY:
-        with _native():
+        with natively():
             tensor = operation(*args, **kwargs)
         tensor.untyped_storage().__class__ = _Storage
         return tensor

@@ -6,38 +6,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from pfeife._torch.absent import is_absent
-from pfeife._torch.tensors import FakeTensor, FakeTensorMode, fake_tensor, plainly
-
-FIRST = 1 << 60  # no process has memory from here on
-
-
-def hollow(address: int, device: torch.device, size: int) -> torch.UntypedStorage:
-    """A storage of so many bytes that says that it lies at an address where no memory is. Whatever
-    asks a tensor in it for its layout has the right answer, and whatever looks at its values ends
-    the process: only for where all operations are seen before they run, or none is. There is no
-    public way to such a storage; if the function moves: torch's storages for memory of other
-    libraries have it."""
-    storage: Any = torch._C._construct_storage_from_data_pointer(address, device, size)
-    return storage
-
-
-def address_of(tensor: torch.Tensor) -> int:
-    """Where a tensor's storage begins."""
-    with plainly():
-        return tensor.untyped_storage().data_ptr()
-
-
-def is_hollow(tensor: torch.Tensor) -> bool:
-    """Whether a tensor lies in such a storage."""
-    with plainly():
-        plain = tensor.layout == torch.strided and not tensor.is_meta
-        if isinstance(tensor, FakeTensor) or is_absent(tensor) or not plain:
-            return False
-        try:
-            return torch._C._has_storage(tensor) and address_of(tensor) >= FIRST
-        except RuntimeError:  # those of functionalization have storages without addresses
-            return False
+from pfeife._torch.tensors import FakeTensor, FakeTensorMode, fake_tensor
 
 
 def without_memory(mode: FakeTensorMode, tensor: torch.Tensor) -> FakeTensor:

@@ -78,7 +78,8 @@ def shelve(
             (view_of(tensor), name_in_file[id(tensor)])
         )
     # One for each source: tensors of several `deferred_init()` have several tapes.
-    for source in {id(recipe.source): recipe.source for recipe in tensors}.values():
+    sources: dict[int, Any] = {id(recipe.source): recipe.source for recipe in tensors}
+    for source in sources.values():
         recipes = [recipe for recipe in tensors if recipe.source is source]
         shelf = LazyCheckpoint(
             path, source, {recipe.storage: tensors[recipe] for recipe in recipes}, model_names

@@ -17,7 +17,7 @@ from pfeife.frontend.arguments import aliases
 from pfeife.frontend.deferred.checkpoint import shelve
 from pfeife.frontend.deferred.gc_objects import living
 from pfeife.frontend.deferred.recording import Reading, Recording
-from pfeife.frontend.deferred.tensors import Recipe, deferred_tensors, make
+from pfeife.frontend.deferred.tensors import deferred_tensors, is_recorded, is_waiting, make
 
 
 @contextlib.contextmanager
@@ -42,12 +42,12 @@ def deferred_init() -> Iterator[None]:
     >>> torch.equal(net.weight, same.weight)
     True
     """
-    # A new tensor is hollow only while a constructor is recorded.
-    if _torch.is_hollow(torch.empty(1)):
+    # A new tensor is absent only while a constructor is recorded.
+    if is_recorded(torch.empty(1)):
         raise ValueError("pfeife.deferred_init() inside of another one: leave out the inner one")
     recording = Recording()
     try:
-        with Reading(recording), recording:
+        with _torch.natively(), Reading(recording), recording:
             yield
         state, tape = recording.state(), recording.tape
         torch.set_rng_state(state if isinstance(state, torch.Tensor) else tape.state_after(state))
@@ -55,9 +55,9 @@ def deferred_init() -> Iterator[None]:
         torch.set_rng_state(recording.tape.states[0])
         raise
     finally:
-        # After an error, too: outside of the recording, whatever reads a hollow tensor ends the
-        # process; of a deferred one it gets an error.
-        _defer(recording)
+        # After an error, too: whatever reads such a tensor from then on is told what to do.
+        recording.end()
+        _check_gradients(recording)
 
 
 def materialize(
@@ -98,28 +98,15 @@ def materialize(
         make(wanted)
 
 
-def _defer(recording: Recording) -> None:
-    """Makes deferred tensors of all that a recording has left, wherever they are."""
-    lines = {
-        view.storage: operation.line
-        for operation in recording.tape.operations
-        for view in operation.made
-        if view is not None
-    }
-    users: dict[int, list[torch.Tensor]] = {}
+def _check_gradients(recording: Recording) -> None:
+    """Raises ValueError if a backward has left gradients in what a recording has made."""
     trained = []
     with _torch.plainly():
         for tensor in living(torch.Tensor):
-            view = recording.view(tensor)
-            if view is None:
-                continue
-            users.setdefault(view.storage, []).append(tensor)
-            if tensor.is_leaf and tensor.grad is not None:
-                trained.append(list(view.shape))
+            made_here = is_waiting(tensor) and _torch.record_of(tensor).source is recording.tape
+            if made_here and tensor.is_leaf and tensor.grad is not None:
+                trained.append(list(tensor.shape))
                 tensor.grad = None
-        for storage, tensors in users.items():
-            shape, line = tuple(tensors[0].size()), lines.get(storage, "")
-            _torch.let_go_all(tensors, Recipe(recording.tape, storage, shape, line))
     if trained:
         raise ValueError(
             f"a backward has run inside of pfeife.deferred_init(): a parameter {trained[0]} has a "

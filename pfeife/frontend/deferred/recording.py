@@ -1,9 +1,10 @@
 """While a constructor runs whose operations are written to a tape and not executed.
 
-Its tensors are plain ones whose storages have addresses and no memory (`_torch.hollow`). What it
-reads of their values is made from the tape. What it does with tensors that were there before is
-done. Between draws the generator has states of our own, by which it is seen when somebody seeds it,
-and to which a state is that somebody puts back.
+Its tensors are absent ones whose recipes are not written to the end: all operations on them run as
+on any others down to the `Recording`, which sees them below autograd. What the constructor reads of
+their values is made from the tape. What it does with tensors that were there before is done.
+Between draws the generator has states of our own, by which it is seen when somebody seeds it, and
+to which a state is that somebody puts back.
 """
 
 import copy
@@ -15,11 +16,13 @@ from torch.utils import _pytree as pytree
 
 from pfeife import _torch
 from pfeife.frontend.deferred.init_replay import Operation, Tape, View
+from pfeife.frontend.deferred.tensors import Recipe, is_recorded, view_of
 from pfeife.frontend.trace.user_lines import calling_line
 
 _STATES = 0x7066656966650000  # seeds of the states that stand for those after draws
 _SEED = 8  # bytes
 _READING = {"tolist", "numpy", "__array__", "__repr__"}
+_MAKING = {"new", "new_tensor"}  # of which the tensor says but the dtype and the device
 _STORED = {"__reduce_ex__", "__dlpack__", "share_memory_", "storage", "_typed_storage"}
 
 
@@ -31,9 +34,7 @@ class Recording(_torch.TorchDispatchMode):
         begin = torch.get_rng_state()
         self.tape = Tape(begin)
         self.mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
-        self.storages: list[Any] = []  # kept: no address comes twice
-        self.known: dict[int, int] = {}  # their numbers by their addresses
-        self.next = _torch.FIRST
+        self.recipes: list[Recipe] = []  # of all storages
         self.marks = {_text(begin): 0}  # draws by the states that stand for what is behind them
         self.now = begin
 
@@ -44,17 +45,21 @@ class Recording(_torch.TorchDispatchMode):
         tensors = [
             leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
         ]
-        if any(_torch.is_hollow(tensor) for tensor in tensors):
+        absent = [tensor for tensor in tensors if _torch.is_absent(tensor)]
+        if absent:
             # Views look at no memory, and a tape has none: they simply run.
             if _torch.makes_view(func) or _torch.changes_layout(func):
                 return func(*args, **kwargs)
+            others = (tensor for tensor in absent if not is_recorded(tensor))
+            for tensor in others:  # of a batch of rank 0, or of a model that was deferred before
+                raise _torch.record_of(tensor).refusal(str(func))
         elif str(func) == "aten.lift_fresh.default":  # torch.tensor(...)
             return self._recorded(torch.ops.aten.clone.default, args, {})
         # Left to be recorded are draws and what makes tensors of numbers alone.
         elif _is_meta(tensors, kwargs) or (tensors and not _torch.draws(func)):
             return self._at_once(func, args, kwargs)
         for target in pytree.tree_leaves(list(_torch.written(func, args, kwargs))):
-            if isinstance(target, torch.Tensor) and not _torch.is_hollow(target):
+            if isinstance(target, torch.Tensor) and not is_recorded(target):
                 raise ValueError(
                     f"{func} writes to a tensor {list(target.shape)} that was not made by torch "
                     "inside of pfeife.deferred_init(), with values that are not there yet; make "
@@ -78,15 +83,15 @@ class Recording(_torch.TorchDispatchMode):
         leaves, tree = pytree.tree_flatten(results)
         arguments = {id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs))}
         state = self._state(func, [*arguments.values(), *leaves]) if _torch.draws(func) else None
+        where = calling_line()
         made: list[View | None] = []
         # What an operation returns of its arguments (in place) has a View already.
         for at, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):
                 continue
             if id(leaf) not in arguments:
-                leaves[at] = self._hollow(func, leaf)
+                leaves[at] = self._absent(func, leaf, where)
             made.append(None if id(leaf) in arguments or leaf.is_meta else self._view(leaves[at]))
-        where = calling_line()
         draw = len(self.tape.draws) if _torch.draws(func) else None
         default = torch.get_default_dtype()
         self.tape.add(
@@ -126,36 +131,31 @@ class Recording(_torch.TorchDispatchMode):
             result,
         )
 
-    def _hollow(self, func: Any, tensor: torch.Tensor) -> torch.Tensor:
+    def _absent(self, func: Any, tensor: torch.Tensor, line: str) -> torch.Tensor:
         """A tensor without memory that looks like another one."""
         if (
             tensor.layout != torch.strided
             or tensor.is_conj()
             or tensor.is_neg()
             or tensor.is_quantized
+            or tensor.storage_offset()
         ):
             raise ValueError(
                 f"{func} makes a tensor that is not dense ({tensor.layout}): make it outside of "
-                f"pfeife.deferred_init() ({calling_line()})"
+                f"pfeife.deferred_init() ({line})"
             )
         with _unseen():
             if tensor.is_meta:
-                return torch.empty_strided(
-                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
-                )
-            view = View.at(len(self.storages), tensor)
-            storage = _torch.hollow(self.next, tensor.device, view.size)
-            self.known[self.next] = view.storage
-            self.storages.append(storage)
-            # Empty storages have an address of their own as well, by which they are known.
-            self.next += (storage.nbytes() // 64 + 1) * 64
-            return view.of(storage)
+                return _torch.as_meta(tensor)
+            recipe = Recipe(None, len(self.recipes), tuple(tensor.shape), line)
+            self.recipes.append(recipe)
+            return _torch.without_values(tensor, tensor.device, recipe)
 
     def _said(self, argument: Any) -> Any:
         """An argument as the tape has it; other tensors as they are now."""
         if not isinstance(argument, torch.Tensor):
             return argument
-        if _torch.is_hollow(argument):
+        if is_recorded(argument):
             return self._view(argument)
         with _unseen():
             return argument.detach().clone()
@@ -166,17 +166,12 @@ class Recording(_torch.TorchDispatchMode):
                 "a conjugated view is not recorded: call .resolve_conj(), or make the tensor "
                 f"outside of pfeife.deferred_init() ({calling_line()})"
             )
-        return View.at(self.known[_torch.address_of(tensor)], tensor)
-
-    def view(self, tensor: torch.Tensor) -> View | None:
-        """Where a tensor of this recording lies, None for others."""
-        is_recorded = _torch.is_hollow(tensor) and _torch.address_of(tensor) in self.known
-        return self._view(tensor) if is_recorded else None
+        return view_of(tensor)
 
     def real(self, value: Any) -> Any:
         """A tensor with the values that it has now, in memory of its own; anything else as it
         is."""
-        if not isinstance(value, torch.Tensor) or not _torch.is_hollow(value):
+        if not is_recorded(value):
             return value
         with _unseen():
             view = self._view(value)
@@ -194,6 +189,11 @@ class Recording(_torch.TorchDispatchMode):
                 "draw from torch's default generator of the CPU"
             )
         return self.state()
+
+    def end(self) -> None:
+        """From now on the tensors of this recording are deferred ones."""
+        for recipe in self.recipes:
+            recipe.source = self.tape
 
     def state(self) -> torch.Tensor | int | None:
         """What the generator has been set to since the last draw, None for nothing."""
@@ -222,9 +222,13 @@ class Reading(torch.overrides.TorchFunctionMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         name, first = getattr(func, "__name__", ""), args[0] if args else None
-        touches_memory = name in {*_READING, *_STORED, "__deepcopy__"}
-        if not (touches_memory and isinstance(first, torch.Tensor) and _torch.is_hollow(first)):
+        touches_memory = name in {*_READING, *_STORED, *_MAKING, "__deepcopy__"}
+        if not (touches_memory and is_recorded(first)):
             return func(*args, **(kwargs or {}))
+        if name in _MAKING:  # torch's C++ has no device for the key of absent tensors
+            with _unseen():
+                like = torch.empty(0, dtype=first.dtype, device=first.device)
+            return func(like, *args[1:], **(kwargs or {}))
         if name in _STORED:
             raise ValueError(
                 f"{name} of a tensor {list(first.shape)} inside of pfeife.deferred_init(), where "
@@ -242,7 +246,7 @@ class Reading(torch.overrides.TorchFunctionMode):
 def _copied(tensor: torch.Tensor, memo: dict) -> torch.Tensor:
     """A copy of a tensor, in a copy of its whole storage: those that share it go on to do so."""
     if id(tensor) not in memo:
-        key = "pfeife", _torch.address_of(tensor)
+        key = "pfeife", _torch.record_of(tensor).storage
         if key not in memo:
             size = tensor.untyped_storage().nbytes() // tensor.itemsize
             memo[key] = tensor.detach().as_strided((size,), (1,), 0).clone().untyped_storage()

@@ -10,7 +10,7 @@ tensors; whoever asks for their values is told what to do.
 import gc
 import types
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import attrs
 import torch
@@ -27,10 +27,10 @@ _ENDS = (type, types.ModuleType, types.FrameType, types.CodeType)
 
 @attrs.define(eq=False)
 class Recipe(LayoutAlone):
-    """Why some tensors have no values yet: they lie in one storage of a `source`, which makes it.
-    `shape` is that of one of them, `line` where it was made."""
+    """Why some tensors have no values yet: they lie in one storage of a `source`, which makes it;
+    None while their constructor runs. `shape` is that of one of them, `line` where it was made."""
 
-    source: Source
+    source: Source | None
     storage: int
     shape: tuple[int, ...]
     line: str
@@ -46,6 +46,15 @@ class Recipe(LayoutAlone):
 
 def is_waiting(value: Any) -> bool:
     """Whether something is a tensor that has a recipe, and no values yet."""
+    return _is_deferred(value) and record_of(value).source is not None
+
+
+def is_recorded(value: Any) -> TypeGuard[torch.Tensor]:
+    """Whether something is a tensor of a constructor that still runs."""
+    return _is_deferred(value) and record_of(value).source is None
+
+
+def _is_deferred(value: Any) -> bool:
     return is_absent(value) and isinstance(record_of(value), Recipe)
 
 

@@ -1,6 +1,6 @@
 """A run of a step on tensors without storage: what it reads, does, and leaves behind."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -14,32 +14,27 @@ from pfeife.frontend.arguments import fake_like
 from pfeife.frontend.trace.executed import Executed, pausing
 from pfeife.frontend.trace.guards import Guard
 from pfeife.frontend.trace.reachable_state import SIMPLE, Change, Places, Slot, short
-from pfeife.frontend.trace.value_guards import ValueGuard
+from pfeife.frontend.trace.value_guards import Answering
 
 
 @attrs.frozen(eq=False)
 class FakeRun:
-    """What a run on tensors without storage has shown: the tensors with storage that it met, the
-    fake ones that it read, by identity, its operations, its result, what it left behind, the code
-    that it executed, and the answers that it got with their flags."""
+    """What a run on tensors without storage has shown: its operations and what they read, what it
+    was told, the code that it executed, its result, and what it left behind."""
 
-    real: Mapping[int, torch.Tensor]
-    fake: Mapping[int, torch.Tensor]
-    operations: Sequence[tuple]
+    seen: "Seen"
+    answering: Answering
+    executed: Executed
     result: Any
     changes: Sequence[Change]
-    executed: Executed
-    flags: Sequence[torch.Tensor]
-    answers: Sequence[ValueGuard]
-    of_data: bool  # whether data decide a size or a number
 
 
 _OWN = ("aten", "prim", "prims", "c10d", "_c10d_functional")  # namespaces of torch's operations
 
 
 class Seen(_torch.TorchDispatchMode):
-    """Sees all operations, and what they read. While torch computes them, nobody notes what code
-    is executed."""
+    """Sees all `operations`, and what they read: the `fake` tensors and the `real` ones, which have
+    storage, by identity. While torch computes them, nobody notes what code is executed."""
 
     supports_higher_order_operators = True
 
@@ -59,20 +54,22 @@ class Seen(_torch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))  # which may run code of the user's
 
     def _note(self, func: Any, args: tuple, kwargs: dict | None) -> None:
-        texts: list[str] = []
-        for leaf in pytree.tree_leaves((args, kwargs)):
-            if isinstance(leaf, torch.Tensor):
-                tensors = self.fake if isinstance(leaf, _torch.FakeTensor) else self.real
-                tensors[id(leaf)] = leaf
-            elif isinstance(leaf, torch.Generator):
-                raise ValueError(
-                    "the step draws from a generator of its own: its microbatches would not get "
-                    "the numbers that they get in eager; draw from torch's default generator"
-                )
-            elif isinstance(leaf, torch.SymInt):  # a second run may know it as a number
-                texts.append(repr(_torch.size_now(leaf)))
-            elif isinstance(leaf, SIMPLE):
-                texts.append(repr(leaf))
+        leaves = pytree.tree_leaves((args, kwargs))
+        if any(isinstance(leaf, torch.Generator) for leaf in leaves):
+            raise ValueError(
+                "the step draws from a generator of its own: its microbatches would not get "
+                "the numbers that they get in eager; draw from torch's default generator"
+            )
+        for tensor in (leaf for leaf in leaves if isinstance(leaf, torch.Tensor)):
+            tensors = self.fake if isinstance(tensor, _torch.FakeTensor) else self.real
+            tensors[id(tensor)] = tensor
+        # Of a size what it is now: a second run may know it as a number.
+        numbers = (
+            _torch.size_now(leaf) if isinstance(leaf, torch.SymInt) else leaf
+            for leaf in leaves
+            if isinstance(leaf, (torch.SymInt, *SIMPLE))
+        )
+        texts = map(repr, numbers)
         if getattr(func, "namespace", "") != "prim":  # questions for devices, which come and go
             self.operations.append((str(func), *texts))
 
@@ -111,7 +108,7 @@ def check_alike(first: FakeRun, second: FakeRun) -> None:
     """Raises ValueError unless both runs did the same, on the same tensors."""
     # What the step makes anew is another tensor in each run (the first run's are alive, so that no
     # identity comes twice): one that both have met was there before, and nobody has found it.
-    lost = next((tensor for at, tensor in second.real.items() if at in first.real), None)
+    lost = next((tensor for at, tensor in second.seen.real.items() if at in first.seen.real), None)
     if lost is not None:
         grad = " that requires gradients" if lost.requires_grad else ""
         raise ValueError(
@@ -119,14 +116,14 @@ def check_alike(first: FakeRun, second: FakeRun) -> None:
             "variable that Pfeife finds: pass it as an argument, or make it a buffer or a "
             "parameter of a module"
         )
-    constants, repeated = list(first.real.values()), list(second.real.values())
+    constants, repeated = list(first.seen.real.values()), list(second.seen.real.values())
     same = len(constants) == len(repeated) and all(
         left.shape == right.shape and left.dtype == right.dtype and torch.equal(left, right)
         for left, right in zip(constants, repeated, strict=True)
     )
-    pairs = zip(first.operations, second.operations, strict=False)
+    pairs = zip(first.seen.operations, second.seen.operations, strict=False)
     difference = next((pair for pair in pairs if pair[0] != pair[1]), None)
-    if not same or difference or len(first.operations) != len(second.operations):
+    if not same or difference or len(first.seen.operations) != len(second.seen.operations):
         what = f": {' '.join(difference[0])}, then {' '.join(difference[1])}" if difference else ""
         raise ValueError(
             f"the step does something else when it runs a second time on the same data{what}; what "

@@ -64,7 +64,7 @@ class Traced:
         for argument, (read, *_) in pairs:
             like = argument.example
             shape, strides = (
-                self.sizes.layouts[read.name] if isinstance(read, Leaf) else _layout(like)
+                self.sizes.layouts[read.name] if isinstance(read, Leaf) else layout_of(like)
             )
             layout = f"{like.dtype} {list(shape)} with strides {list(strides)}"
             grad = ", with gradients" if like.requires_grad else ""
@@ -100,7 +100,7 @@ class Traced:
             values = [slot.get() for slot in read if isinstance(slot, Slot)]
             if any(value is not values[0] for value in values) or not all(
                 isinstance(value, torch.Tensor)
-                and (_layout(value), _kind(value)) == (_layout(example), _kind(example))
+                and (layout_of(value), _kind(value)) == (layout_of(example), _kind(example))
                 for value in values
             ):
                 return f"the tensor {argument.names[0]}"
@@ -176,7 +176,8 @@ def _kind(value: torch.Tensor) -> tuple:
     return value.dtype, value.device, value.requires_grad
 
 
-def _layout(value: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def layout_of(value: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape and the strides of a tensor, which may be symbols."""
     return tuple(value.shape), value.stride()
 
 
