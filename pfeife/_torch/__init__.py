@@ -4,10 +4,10 @@ Tried on torch 2.11, 2.13 and 2.15; when one of these moves, only this folder ch
 what is about the frame that Dynamo compiles (`dynamo`, `sources` and `results`), then `aot` (its
 joint graph) and `surroundings` (what that depends on), then `sizes`, `size_trees` (these as data),
 `open_values` (values of such sizes), `questions` and `kernel_numbers` (what only data tell);
-`grouped` counts the products of experts; `attention`, `kernels`, `modules`, `recurrent`, `speech`,
-`tensors`, `gloo`, `nccl` and `trace` are about what their names say, `checkpoints` reads the list
-of one, `absent` and `hollow` are about tensors whose values or memory are not there, `profiling`
-about torch.profiler.
+`tensors` and `operations` are about their namesakes, `absent` about tensors whose values are not
+here, `attention` about its kernels, `missing_rules` about what torch lacks for some operations.
+`modules`, `process_groups` and `trace` are about what their names say, `checkpoints` reads the list
+of one.
 """
 
 # The names are imported for others: a list of them in `__all__` would say each twice.
@@ -37,7 +37,7 @@ from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 # Sees every operation of a thread; documented in torch's tutorials, yet in a private module.
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pfeife._torch import attention, speech
+from pfeife._torch import attention
 from pfeife._torch.absent import (
     Record,
     as_meta,
@@ -79,17 +79,8 @@ from pfeife._torch.dynamo import (
     whole_graph,
     willing,
 )
-from pfeife._torch.gloo import gather_into, gloo_device, gloo_group, sequence_of
-from pfeife._torch.hollow import (
-    changes_layout,
-    draws,
-    has_no_rule,
-    makes_view,
-    without_memory,
-    written,
-)
 from pfeife._torch.kernel_numbers import INSTEAD, MARK, floats, numbers_for_kernels
-from pfeife._torch.kernels import is_missing, lacks_device
+from pfeife._torch.missing_rules import as_captured
 from pfeife._torch.modules import (
     function_of,
     graph_module,
@@ -99,9 +90,23 @@ from pfeife._torch.modules import (
     saved_state,
     write,
 )
-from pfeife._torch.nccl import nccl_group
 from pfeife._torch.open_values import OpenValues
-from pfeife._torch.profiling import is_profiled
+from pfeife._torch.operations import (
+    changes_layout,
+    draws,
+    has_no_rule,
+    is_missing,
+    lacks_device,
+    makes_view,
+    written,
+)
+from pfeife._torch.process_groups import (
+    gather_into,
+    gloo_device,
+    gloo_group,
+    nccl_group,
+    sequence_of,
+)
 from pfeife._torch.questions import (
     as_answer,
     as_number,
@@ -116,7 +121,6 @@ from pfeife._torch.questions import (
     texts_of_numbers,
     value_of,
 )
-from pfeife._torch.recurrent import as_captured
 from pfeife._torch.results import (
     OPAQUE,
     assigned,
@@ -176,4 +180,4 @@ from pfeife._torch.tensors import (
     storage_of,
     views_of_memory,
 )
-from pfeife._torch.trace import compilation, trace_artifact
+from pfeife._torch.trace import compilation, is_profiled, trace_artifact

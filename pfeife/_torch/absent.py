@@ -19,6 +19,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
+from pfeife._torch.operations import makes_view
 from pfeife._torch.tensors import plainly
 
 # A key for tests of torch's dispatcher, which no tensor of torch's has. There is no public key to
@@ -214,6 +215,4 @@ def _is_composite(operation: OpOverload) -> bool:
 @functools.cache
 def _looks(operation: OpOverload) -> bool:
     """Whether the result is a view of the argument. `as_strided` may show a value twice."""
-    aliases = [result.alias_info for result in operation._schema.returns]
-    views = bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
-    return views and operation is not torch.ops.aten.as_strided.default
+    return makes_view(operation) and operation is not torch.ops.aten.as_strided.default

@@ -19,8 +19,7 @@ from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch.fx.node import has_side_effect
 
-from pfeife._torch import grouped
-from pfeife._torch.recurrent import FLOPS
+from pfeife._torch.missing_rules import flops
 from pfeife._torch.sizes import with_assertions
 
 
@@ -201,4 +200,4 @@ def flop_formulas() -> dict[Any, Callable[..., int]]:
         aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
     }
-    return extra | FLOPS | grouped.formulas() | flop_registry
+    return extra | flops() | flop_registry

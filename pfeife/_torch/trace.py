@@ -1,7 +1,9 @@
-"""torch's structured trace, which tlparse shows."""
+"""What watches: torch's structured trace, which tlparse shows, and its profilers."""
 
 from collections.abc import Callable
 from typing import Any
+
+from torch.autograd import profiler
 
 
 def compilation() -> Any:
@@ -28,3 +30,13 @@ def trace_artifact(name: str, encoding: str, text: Callable[[], str], compilatio
 
     with compile_context(compilation):
         trace_structured_artifact(name, encoding, text)
+
+
+def is_profiled() -> bool:
+    """Whether a profiler of torch's runs, in any thread of this process.
+
+    `torch.autograd._profiler_enabled` tells that of this thread alone, and not of a profiler of
+    all threads. Without this module's flag every action would always be recorded, at a microsecond
+    each.
+    """
+    return bool(profiler._is_profiler_enabled)

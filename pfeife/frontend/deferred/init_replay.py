@@ -124,46 +124,57 @@ class Operation:
         name = str(self.function)
         return name.split(".")[1] in BY_SHAPE or name in GIVEN
 
-    def run(self, tensor_of: Callable[[View], torch.Tensor]) -> list[torch.Tensor]:
+    @property
+    def largest(self) -> int:
+        """The elements of the largest tensor that it takes or makes."""
+        views = [*self.taken, *(view for view in self.made if view is not None)]
+        return max((torch.Size(view.shape).numel() for view in views), default=0)
+
+    def results(self, tensor_of: Callable[[View], torch.Tensor]) -> list[torch.Tensor]:
         """Its results, on tensors for its Views."""
-
-        def given(tree: Any) -> Any:
-            return pytree.tree_map(
-                lambda leaf: tensor_of(leaf) if isinstance(leaf, View) else leaf, tree
-            )
-
+        args, kwargs = pytree.tree_map_only(View, tensor_of, (self.args, dict(self.kwargs)))
         with _default_dtype(self.default):
-            result = self.function(*given(self.args), **given(dict(self.kwargs)))
+            result = self.function(*args, **kwargs)
         return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
 
-    def check(self, results: list[torch.Tensor]) -> None:
-        """Raises ValueError for results of another layout than that which was recorded."""
+    def run(self, storages: Storages) -> None:
+        """Runs it on the storages that there are, and adds those that it makes. Raises ValueError
+        for results of another layout than that which was recorded."""
+        results = self.results(lambda view: view.of(storages[view.storage]))
         for view, result in zip(self.made, results, strict=True):
-            if view is not None and not view.fits(result):
+            if view is None:
+                continue
+            if not view.fits(result):
                 raise ValueError(
                     f"{self.function} has made {list(result.shape)} {result.dtype} with strides "
                     f"{result.stride()}, where {list(view.shape)} {view.dtype} with {view.stride} "
                     f"was recorded ({self.line}): torch's rule for its shape is wrong; make this "
                     "tensor outside of pfeife.deferred_init()"
                 )
+            storages[view.storage] = result.untyped_storage()
 
 
 class Tape:
-    """All operations in their order; `begin` is the generator's state before them."""
+    """All operations in their order; `begin` is the generator's state before them.
+
+    To have #1 of the drawing above, the generator must be where it was before draw 1:
+
+        draw      0          1          2          3        `states` has it before 0 and, since
+        states    x                     x                   draw 1 is a large one, before 2
+        wanted               #1                             set to x, draw 0 for nothing, draw 1
+        wanted                                     #3       set to the second x, draw 2 ..., draw 3
+    """
 
     def __init__(self, begin: torch.Tensor):
         self.operations: list[Operation] = []
-        self.draws: list[Operation] = []
-        self.places: list[int] = []  # of the draws among the operations
+        self.draws: list[int] = []  # their places among the operations
         self.states = {0: begin}  # of the generator, after so many draws
-        self.since = 0  # elements drawn behind the last of them
 
     def add(self, operation: Operation) -> None:
         """Puts an operation at the end; draws are counted without gaps."""
         if operation.draw is not None:
             assert operation.draw == len(self.draws)
-            self.draws.append(operation)
-            self.places.append(len(self.operations))
+            self.draws.append(len(self.operations))
         self.operations.append(operation)
 
     @functools.cached_property
@@ -185,12 +196,15 @@ class Tape:
         plan = self._needed(wanted, len(self.operations) if before is None else before)
         last = {number: at for at in plan for number in self.operations[at].touched}
         storages: Storages = {}
+        position, room = -1, torch.UntypedStorage(0)
         with torch.random.fork_rng(devices=[]), _as_recorded():
-            stream = _Stream(self)
             for at in plan:
                 operation = self.operations[at]
-                run = _Run(operation, storages)
-                stream.draw(operation.draw, run) if operation.draw is not None else run()
+                if operation.draw is not None:
+                    self._seek(operation, position, room)
+                    position = operation.draw + 1
+                operation.run(storages)
+                self._keep(operation)
                 for number in operation.touched:
                     if last[number] == at and number not in wanted:
                         storages.pop(number, None)
@@ -199,7 +213,8 @@ class Tape:
     def state_after(self, draws: int | None = None) -> torch.Tensor:
         """The generator's state after so many draws, or all of them."""
         with torch.random.fork_rng(devices=[]), _as_recorded():
-            _Stream(self).seek(len(self.draws) if draws is None else draws)
+            target = len(self.draws) if draws is None else draws
+            self._go_on(target, -1, torch.UntypedStorage(0))
             return torch.get_rng_state()
 
     def _needed(self, wanted: Iterable[int], before: int) -> list[int]:
@@ -214,76 +229,49 @@ class Tape:
                 plan.append(at)
         return plan[::-1]
 
-
-@attrs.frozen
-class _Run:
-    """An operation on the values that there are."""
-
-    operation: Operation
-    found: Storages
-
-    def __call__(self) -> None:
-        results = self.operation.run(lambda view: view.of(self.found[view.storage]))
-        self.operation.check(results)
-        for view, result in zip(self.operation.made, results, strict=True):
-            if view is not None:
-                self.found[view.storage] = result.untyped_storage()
-
-
-class _Stream:
-    """torch's default generator while a tape is replayed; it is where it was after `position`
-    draws."""
-
-    def __init__(self, tape: Tape):
-        self.tape, self.position = tape, -1
-        self.memory = torch.UntypedStorage(0)
-
-    def seek(self, draws: int) -> None:
-        """Brings the generator to where it was after so many draws."""
-        start = max(at for at in self.tape.states if at <= draws)
-        # From the last state that was kept before, unless the generator is already further.
-        if not start <= self.position <= draws:
-            torch.set_rng_state(self.tape.states[start])
-            self.position = start
-        while self.position < draws:
-            self.draw(self.position, functools.partial(self._scratch, self.position))
-
-    def draw(self, number: int, run: Callable[[], None]) -> None:
-        """Runs a draw with the numbers that it has had."""
-        state = self.tape.draws[number].state
-        if isinstance(state, torch.Tensor):
-            torch.set_rng_state(state)
+    def _seek(self, operation: Operation, position: int, room: torch.UntypedStorage) -> None:
+        """Brings the generator from where it is, after `position` draws (-1: anywhere), to where it
+        was before a draw. Others are made for nothing meanwhile, in `room`."""
+        assert operation.draw is not None
+        if isinstance(operation.state, torch.Tensor):
+            torch.set_rng_state(operation.state)
         else:
-            self.seek(number if state is None else state)
-        run()
-        self.position = number + 1
-        self._keep(self.tape.draws[number])
+            draws = operation.draw if operation.state is None else operation.state
+            self._go_on(draws, position, room)
+
+    def _go_on(self, draws: int, position: int, room: torch.UntypedStorage) -> None:
+        """Brings the generator to where it was after so many draws."""
+        start = max(at for at in self.states if at <= draws)
+        # From the last state that was kept before, unless the generator is already further.
+        if not start <= position <= draws:
+            torch.set_rng_state(self.states[start])
+            position = start
+        for number in range(position, draws):
+            operation = self.operations[self.draws[number]]
+            self._seek(operation, number, room)
+            self._draw_for_nothing(operation, room)
+            self._keep(operation)
 
     def _keep(self, operation: Operation) -> None:
-        """Keeps the state behind large draws."""
-        views = [*operation.taken, *(view for view in operation.made if view is not None)]
-        size = max((torch.Size(view.shape).numel() for view in views), default=0)
-        if size >= LARGE:
-            self.tape.states.setdefault(self.position, torch.get_rng_state())
+        """Keeps the generator's state behind large draws."""
+        if operation.draw is not None and operation.largest >= LARGE:
+            self.states.setdefault(operation.draw + 1, torch.get_rng_state())
 
-    def _scratch(self, number: int) -> None:
-        """Takes the numbers of a draw, for nothing."""
-        operation = self.tape.draws[number]
+    def _draw_for_nothing(self, operation: Operation, room: torch.UntypedStorage) -> None:
+        """Takes the numbers of a draw. If shapes tell how many, any memory will do, and all such
+        draws have the same: freed and asked for again, the parts that remain would add up."""
+        assert operation.draw is not None
         if operation.is_told_by_shape:
-            operation.run(self._blank)
+            size = max((view.size for view in operation.taken), default=0)
+            if room.nbytes() < size:
+                room.resize_(size)
+            operation.results(lambda view: view.of(room))
             return
+        # Else what it reads tells, which is therefore made first; that leaves the generator as it
+        # is.
         taken = {view.storage for view in operation.taken}
-        # How many numbers it takes depends on what it reads, which is therefore made first; that
-        # leaves the generator as it is.
-        storages = self.tape.values(taken, self.tape.places[number])
-        operation.run(lambda view: view.of(storages[view.storage]))
-
-    def _blank(self, view: View) -> torch.Tensor:
-        """A tensor of the same layout with any values. All are in one memory: freed and asked for
-        again, the parts that remain would add up."""
-        if self.memory.device != view.device or self.memory.nbytes() < view.size:
-            self.memory = torch.UntypedStorage(view.size, device=view.device)
-        return view.of(self.memory)
+        storages = self.values(taken, self.draws[operation.draw])
+        operation.results(lambda view: view.of(storages[view.storage]))
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

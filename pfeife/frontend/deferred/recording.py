@@ -36,7 +36,6 @@ class Recording(_torch.TorchDispatchMode):
         self.mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
         self.recipes: list[Recipe] = []  # of all storages
         self.marks = {_text(begin): 0}  # draws by the states that stand for what is behind them
-        self.now = begin
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -79,7 +78,7 @@ class Recording(_torch.TorchDispatchMode):
         """The results of an operation, which have no memory; those that are no tensors, with the
         values that they have."""
         recorded = pytree.tree_map(self._said, (args, kwargs))
-        results = self._shapes(func, args, kwargs, recorded)
+        results = self._shapes(func, args, kwargs)
         leaves, tree = pytree.tree_flatten(results)
         arguments = {id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs))}
         state = self._state(func, [*arguments.values(), *leaves]) if _torch.draws(func) else None
@@ -101,7 +100,7 @@ class Recording(_torch.TorchDispatchMode):
             self._mark()
         return pytree.tree_unflatten(leaves, tree)
 
-    def _shapes(self, func: Any, args: tuple, kwargs: dict, recorded: Any) -> Any:
+    def _shapes(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """What an operation gives: its own arguments, tensors of its results' layouts, values."""
         fakes: dict[int, torch.Tensor] = {}
 
@@ -109,7 +108,7 @@ class Recording(_torch.TorchDispatchMode):
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             if id(leaf) not in fakes:
-                fakes[id(leaf)] = _torch.without_memory(self.mode, leaf)
+                fakes[id(leaf)] = _torch.fake_on(leaf, leaf.device, self.mode)
             return fakes[id(leaf)]
 
         fake_arguments = pytree.tree_map(fake, (args, kwargs))
@@ -198,17 +197,20 @@ class Recording(_torch.TorchDispatchMode):
     def state(self) -> torch.Tensor | int | None:
         """What the generator has been set to since the last draw, None for nothing."""
         state = torch.get_rng_state()
-        return None if torch.equal(state, self.now) else self.marks.get(_text(state), state)
+        draws = self.marks.get(_text(state))
+        if draws is None:
+            return state
+        return None if draws == len(self.tape.draws) else draws
 
     def _mark(self) -> None:
         """Gives the generator the state that stands for the one after the last draw; what it was
         seeded with is what it was (`torch.initial_seed()`), which states begin with."""
         seed = torch.get_rng_state()[:_SEED]
         torch.default_generator.manual_seed(_STATES + len(self.tape.draws))
-        self.now = torch.get_rng_state()
-        self.now[:_SEED] = seed
-        torch.set_rng_state(self.now)
-        self.marks[_text(self.now)] = len(self.tape.draws)
+        mark = torch.get_rng_state()
+        mark[:_SEED] = seed
+        torch.set_rng_state(mark)
+        self.marks[_text(mark)] = len(self.tape.draws)
 
 
 class Reading(torch.overrides.TorchFunctionMode):

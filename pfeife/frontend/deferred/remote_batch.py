@@ -261,7 +261,7 @@ def _is_list(value: Any, count: int) -> bool:
 def _computed(absence: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     """An operation that computes something of each element."""
     if not (torch.Tag.pointwise in operation.tags or operation in _COPIES):
-        raise absence.refusal(_said(operation))
+        raise absence.refusal(str(operation))
     return _along(absence, operation, args, kwargs)
 
 
@@ -282,9 +282,9 @@ def _shaped(absence: Absence, operation: OpOverload, args: tuple, kwargs: dict[s
     try:
         result = operation(*shapes[0], **shapes[1])
     except (NotImplementedError, RuntimeError) as error:
-        raise absence.refusal(_said(operation)) from error
+        raise absence.refusal(str(operation)) from error
     if not all(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)):
-        raise absence.refusal(_said(operation))
+        raise absence.refusal(str(operation))
     return pytree.tree_map_only(torch.Tensor, lambda leaf: absent(leaf, device, absence), result)
 
 
@@ -322,10 +322,6 @@ def _unscaled(absence: Absence, operation: OpOverload, args: tuple, kwargs: dict
     _each_written(absence, operation, args, kwargs)
     if any(record_of(gradient).overflow for gradient in args[0] if is_absent(gradient)):
         args[1].fill_(1.0)
-
-
-def _said(operation: OpOverload) -> str:
-    return str(operation)
 
 
 def _writes(operation: OpOverload) -> bool:

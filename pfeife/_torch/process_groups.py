@@ -1,4 +1,4 @@
-"""Gloo's process groups over a device of ours."""
+"""Process groups: Gloo's over a device of ours, NCCL's outside of torch.distributed's list."""
 
 import os
 from datetime import timedelta
@@ -35,3 +35,22 @@ def sequence_of(group: Any) -> int:
     Gloo's counts messages between two ranks as well. If it moves: 0, and ranks that wait in a
     collective of their script count as if they were somewhere before it."""
     return int(group._get_sequence_number_for_group())
+
+
+_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+
+def nccl_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """A process group on CUDA devices, whose watchdog does not end the process: who waits looks
+    after that. A group reads the variable when it is made, and the user's own value holds. If the
+    class moves: `torch.distributed.new_group` makes one by its number in a list of groups."""
+    nccl: Any = torch.distributed.ProcessGroupNCCL  # type: ignore[attr-defined,unused-ignore]
+    options = nccl.Options()
+    options._timeout = timeout
+    if _ERRORS in os.environ:
+        return nccl(store, rank, size, options)
+    os.environ[_ERRORS] = "0"
+    try:
+        return nccl(store, rank, size, options)
+    finally:
+        del os.environ[_ERRORS]
