@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from pfeife.frontend.checks.foreign_generators import watching
-from pfeife.frontend.trace.reachable_state import Places, StateGuard
+from pfeife.frontend.trace.reachable_state import Places, state_kept
 
 States = list[tuple[torch.Generator, torch.Tensor]]
 
@@ -33,7 +33,7 @@ def untouched(
         if values:
             stack.enter_context(values_kept(tensors))
             stack.enter_context(_gradients_kept(tensors))
-        for context in (watching(), torchs_generators(), StateGuard(places, {})):
+        for context in (watching(), torchs_generators(), state_kept(places, {})):
             stack.enter_context(context)
         try:
             yield

@@ -200,17 +200,13 @@ def _each_written(
     absence: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]
 ) -> None:
     """An operation that changes each of a list of tensors."""
-    for place, arguments in _apart(args):
-        if place is None:
+    rule = _copied if operation is aten._foreach_copy_.default else _written
+    for is_here, _, arguments in _apart(args):
+        if is_here:
             operation(*arguments, **kwargs)
             continue
-        target = arguments[0][0]
-        element_absence = _torch.first_record(arguments)
-        rule = _copied if operation is aten._foreach_copy_.default else _written
-        others = [
-            argument[0] if isinstance(argument, list) else argument for argument in arguments[1:]
-        ]
-        rule(element_absence, operation, (target, *others), kwargs)
+        firsts = [argument[0] if isinstance(argument, list) else argument for argument in arguments]
+        rule(_torch.first_record(arguments), operation, tuple(firsts), kwargs)
 
 
 def _each_computed(
@@ -218,44 +214,34 @@ def _each_computed(
 ) -> Any:
     """An operation that computes something of each of a list of tensors."""
     results: list[Any] = [None] * len(args[0])
-    for place, arguments in _apart(args):
-        if place is None:
-            here = [at for at in range(len(args[0])) if not _reads_absent(args, at)]
-            for at, result in zip(here, operation(*arguments, **kwargs), strict=True):
-                results[at] = result
+    for is_here, places, arguments in _apart(args):
+        if is_here:
+            computed = operation(*arguments, **kwargs)
         else:
-            element_absence = _torch.first_record(arguments).derived()
-            results[place] = _shaped(element_absence, operation, tuple(arguments), kwargs)[0]
+            own_absence = _torch.first_record(arguments).derived()
+            computed = _shaped(own_absence, operation, tuple(arguments), kwargs)
+        for at, result in zip(places, computed, strict=True):
+            results[at] = result
     return results
 
 
-def _apart(args: tuple) -> Iterator[tuple[int | None, list[Any]]]:
-    """The arguments for what is here (None), if anything is, and then for each tensor that is not,
-    with its place in the lists."""
-    count = len(args[0])
-    places = list(range(count))
-    gone = [at for at in places if _reads_absent(args, at)]
+def _apart(args: tuple) -> Iterator[tuple[bool, list[int], list[Any]]]:
+    """The arguments for all that is here (True), if anything is, in one, as one kernel may compute
+    it, and then for each tensor that is not (False), with the places in the lists.
 
-    def taken(chosen: Sequence[int]) -> list[Any]:
-        return [
-            [argument[at] for at in chosen] if _is_list(argument, count) else argument
-            for argument in args
+    lists of    here, gone, here, gone   ->   True, [0, 2]   False, [1]   False, [3]
+    """
+    count = len(args[0])
+    lists = [isinstance(argument, list | tuple) and len(argument) == count for argument in args]
+    entries_of = zip(*(a for a, is_list in zip(args, lists, strict=True) if is_list), strict=True)
+    gone = [at for at, entries in enumerate(entries_of) if any(map(is_absent, entries))]
+    here = [at for at in range(count) if at not in set(gone)]
+    for places in ([here] if here else []) + [[at] for at in gone]:
+        arguments = [
+            [argument[at] for at in places] if is_list else argument
+            for argument, is_list in zip(args, lists, strict=True)
         ]
-
-    here = [at for at in places if at not in set(gone)]
-    if here:
-        yield None, taken(here)
-    for at in gone:
-        yield at, taken([at])
-
-
-def _reads_absent(args: tuple, at: int) -> bool:
-    count = len(args[0])
-    return any(is_absent(argument[at]) for argument in args if _is_list(argument, count))
-
-
-def _is_list(value: Any, count: int) -> bool:
-    return isinstance(value, list | tuple) and len(value) == count
+        yield places is here, places, arguments
 
 
 def _computed(absence: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -13,6 +13,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import attrs
@@ -243,32 +244,28 @@ class Change:
     after: Any
 
 
-class StateGuard:
+@contextmanager
+def state_kept(places: Places, values: Mapping[Slot, Any]) -> Iterator[list[Change]]:
     """While a step runs, with other `values` in some slots: all slots are put back afterwards as
-    they were. `changes` says what the run has left in them."""
-
-    def __init__(self, places: Places, values: Mapping[Slot, Any]):
-        self.places, self.values = places, values
-        self.changes: list[Change] = []
-
-    def __enter__(self) -> "StateGuard":
-        self.before = self.places.now()
-        self.lists = [(container, list(container)) for container in self.places.lists()]
-        for slot, value in self.values.items():
-            slot.put(value)
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        after = self.places.now()
-        for slot in {**self.before, **after}:
-            was, new = self.before.get(slot, NOTHING), after.get(slot, NOTHING)
-            initial = self.values.get(slot, was)
+    they were. Gives a list, which has then what the run has left in them."""
+    before = places.now()
+    lists = [(container, list(container)) for container in places.lists()]
+    for slot, value in values.items():
+        slot.put(value)
+    changes: list[Change] = []
+    try:
+        yield changes
+    finally:
+        after = places.now()
+        for slot in {**before, **after}:
+            was, new = before.get(slot, NOTHING), after.get(slot, NOTHING)
+            initial = values.get(slot, was)
             if new is not initial and not is_equal(new, initial):
-                self.changes.append(Change(slot, was, new))
+                changes.append(Change(slot, was, new))
             # Lists are put back as a whole, below: what a run inserts there moves what is behind.
             if new is not was and not isinstance(slot.container, list):
                 slot.put(was)
-        for container, entries in self.lists:
+        for container, entries in lists:
             container[:] = entries
 
 

@@ -21,7 +21,7 @@ from pfeife.frontend.trace.data_writes import DataWrites, OwnBackward, OwnGradie
 from pfeife.frontend.trace.executed import Executed, noting
 from pfeife.frontend.trace.fake_run import FakeRun, Resizing, Seen, stand_ins
 from pfeife.frontend.trace.open_sizes import Opening, Place
-from pfeife.frontend.trace.reachable_state import Places, StateGuard
+from pfeife.frontend.trace.reachable_state import Change, Places, state_kept
 from pfeife.frontend.trace.traced import Warm, layout_of
 from pfeife.frontend.trace.user_lines import user_line
 from pfeife.frontend.trace.value_guards import Answering, Known, Noting, Spelling
@@ -107,29 +107,28 @@ class Runs:
                 )
 
     def _on_fakes(self) -> FakeRun:
-        seen, guard, executed = Seen(), StateGuard(self.places, self.values), Executed()
-        answering = self.answering()
+        seen, executed, answering = Seen(), Executed(), self.answering()
         # The last mode sees operations first: `answering`, then `seen`, then the fake tensors'.
         contexts = (
-            guard,
             self.mode,
             # As in AOTAutograd: some of torch's kernels in C++ (pad, interpolate) ask for sizes.
             _torch.python_kernels() if self.kernels else Resizing(),
             _torch.forgetting_symbols(self.mode),
             seen,
             self.told(),
-            answering,
+            answering.active(),
             DataWrites(self.values.values(), self.batch),
             OwnGradients(self.values.values(), fake=True),
             _torch.numbers_for_kernels(),
             _torch.quiet_fakes(),
         )
         with ExitStack() as stack:
+            changes = stack.enter_context(state_kept(self.places, self.values))
             for context in contexts:
                 stack.enter_context(context)
             with noting(executed):
                 result = self.called(self.batch)
-        return FakeRun(seen, answering, executed, result, tuple(guard.changes))
+        return FakeRun(seen, answering, executed, result, changes)
 
     def answering(self) -> Answering:
         """What answers the questions of one run, from the first one on."""
@@ -159,34 +158,35 @@ class Runs:
         }.values()
         check_values(tensors, "the step asks for values, or is another one at its first call")
         noting = Noting()
-        first, guard = self._eager(tensors, noting)
-        for change in guard.changes:
+        first, changes = self._eager(tensors, noting)
+        for change in changes:
             if change.slot not in self.values and not isinstance(change.slot.container, list):
                 change.slot.put(change.after)
-        left = [value for _, value in tensors_in([change.after for change in guard.changes])]
+        left = [value for _, value in tensors_in([change.after for change in changes])]
         second, _ = self._eager([*tensors, *left], nullcontext())
         results = (dict(tensors_in(result)) for result in (first, second))
         if not all(map(alike, *(by_path.values() for by_path in results))):
-            names = sorted({change.slot.name for change in guard.changes})
+            names = sorted({change.slot.name for change in changes})
             raise ValueError(
                 f"the step computes something else in its first run, which sets {names}, than in "
                 "later ones: run it once before it is compiled"
             )
-        return Warm(frozenset(change.slot for change in guard.changes), noting.noted)
+        return Warm(frozenset(change.slot for change in changes), noting.noted)
 
     def _eager(
         self, tensors: Collection[torch.Tensor], noting: AbstractContextManager[Any]
-    ) -> tuple[Any, StateGuard]:
+    ) -> tuple[Any, list[Change]]:
         """The results of the first microbatch in eager, and what has changed meanwhile in the
         slots, which are put back, as are the values of the tensors."""
-        guard, gradients = StateGuard(self.places, {}), OwnGradients(tensors, fake=False)
-        states, moved = torchs_generators(), watching()
+        contexts = (torchs_generators(), watching(), self.told())
         try:
-            with values_kept(tensors), guard, states, moved, self.told(), gradients, noting:
+            with values_kept(tensors), state_kept(self.places, {}) as changes, ExitStack() as stack:
+                for context in (*contexts, OwnGradients(tensors, fake=False), noting):
+                    stack.enter_context(context)
                 result = self.called([leaf.first.detach() for leaf in self.call.leaves])
         except Exception as error:
             raise plain_reason(error) from error
-        return result, guard
+        return result, changes
 
 
 def plain_reason(error: Exception) -> Exception:

@@ -37,7 +37,7 @@ from pfeife.frontend.trace.data_writes import DataWrites
 from pfeife.frontend.trace.fake_run import FakeRun, check_alike, check_steady, kept_slots
 from pfeife.frontend.trace.guards import Steering
 from pfeife.frontend.trace.open_sizes import Place
-from pfeife.frontend.trace.reachable_state import Slot, StateGuard
+from pfeife.frontend.trace.reachable_state import Slot, state_kept
 from pfeife.frontend.trace.reads import inputs_of, of_the_call, of_the_step
 from pfeife.frontend.trace.runs import Asks, Fixed, OfData, Runs, Step, plain_reason
 from pfeife.frontend.trace.traced import Read, Traced, Warm, check_rebuilt, kind_of
@@ -214,17 +214,18 @@ def _forward(
         # One tensor may be several leaves of the call, of which `reads` has the first alone.
         firsts = {id(leaf.first): value for leaf, value in pairs if isinstance(leaf, Leaf)}
         batch = [firsts.get(id(leaf.first), leaf.first) for leaf in runs.call.leaves]
-        guard, answering = StateGuard(runs.places, slot_values), runs.answering()
+        answering = runs.answering()
         traced = fx.traceback.has_preserved_node_meta()
+        around = _as_traced(runs, answering) if traced else nullcontext()
         try:
-            with guard, _as_traced(runs, answering) if traced else nullcontext():
+            with state_kept(runs.places, slot_values) as changes, around:
                 result = runs.called(batch, traced)
         except Exception as error:
             if not traced:  # eager's own
                 raise
             raise plain_reason(error) from error
         returned = list(tensors_in(result))
-        after = {change.slot: change.after for change in guard.changes}
+        after = {change.slot: change.after for change in changes}
         same = [path for path, _ in returned] == [leaf.path for leaf in leaves]
         if not same or any(slot not in after for slot in slots):
             raise ValueError("the step returns something else in a second run")
@@ -243,5 +244,5 @@ def _as_traced(runs: Runs, answering: Answering) -> Iterator[None]:
         for root, outer in reversed(runs.places.roots.items())
         for path, module in outer.named_modules()
     }
-    with runs.told(), lines_noted(paths), answering, DataWrites():
+    with runs.told(), lines_noted(paths), answering.active(), DataWrites():
         yield

@@ -16,7 +16,8 @@ a dict), all numbers are `pinned`, each with a flag.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import attrs
@@ -105,18 +106,13 @@ class Answering(_torch.TorchDispatchMode):
         self.asked: list[tuple[Any, Any]] = []  # expressions whose flags are not yet made
         self.answers, self.flags = list[ValueGuard](), list[torch.Tensor]()
 
-    def __enter__(self) -> "Answering":
-        super().__enter__()
-        self.telling = _torch.telling(self.mode, self._tell)
-        self.telling.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.telling.__exit__(*error)
-        super().__exit__(*error)
-        if error[0] is None:
-            # Those that still wait: no other operation comes, before which they would be made.
-            self._flag()
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """While the step runs and asks."""
+        with self, _torch.telling(self.mode, self._tell):
+            yield
+        # Those that still wait: no other operation comes, before which they would be made.
+        self._flag()
 
     def _tell(self, expression: Any) -> Any:
         """Called while torch is inside of an operation, so that flags must wait."""
