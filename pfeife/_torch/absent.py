@@ -61,6 +61,7 @@ def without_values(like: torch.Tensor, device: torch.device, record: Record) -> 
     """A tensor with the shape, strides and dtype of another one, which takes no memory."""
     _kernel()
     layout: Any = {"strides": like.stride(), "dtype": like.dtype, "device": device}
+    # An instance of torch.Tensor itself, which then takes over what the subclass's wrapper has.
     tensor = torch.empty(0, dtype=like.dtype, device=device)
     with natively():
         # The constructor of subclasses has no public name. `data` takes all but the subclass.

@@ -15,6 +15,7 @@ def graph_module(
     """A graph as a module, which writes its code when that is read or run for the first time: most
     programs on the way to a step never are, and writing it is a third of what a pass takes. If the
     class moves: fx.GraphModule, which writes it at once."""
+    # It is an fx.GraphModule in all else: code that is asked for by others is written then.
     module: fx.GraphModule = _LazyGraphModule(root, graph, name)
     return module
 
@@ -42,6 +43,7 @@ def write(module: torch.nn.Module) -> None:
 def saved_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """A module's own parameters and buffers that its `state_dict()` has, by name. If the set of
     the others moves: `state_dict(keep_vars=True)` without those of its children."""
+    # Both names of a tied tensor: a checkpoint has both.
     own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     buffers = module.named_buffers(recurse=False, remove_duplicate=False)
     left = module._non_persistent_buffers_set

@@ -29,6 +29,7 @@ class OpenValues:
     """
 
     def __init__(self, sizes: Mapping[str, int]):
+        # Without named sizes there is nothing that a symbol could stand for.
         environment: Any = ShapeEnv() if sizes else None
         self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment)
         self.numbers = dict(sizes)
@@ -64,6 +65,7 @@ class OpenValues:
         for size in (*leaves, *sizes):
             if isinstance(size, Symbolic) and any(map(is_unbacked, size.node.expr.free_symbols)):
                 raise ValueError("data decide its size")
+        # No size is unbounded here, so that the largest one is never asked for.
         plain, _, layout = with_numbers(value, 1, self.names)
         return plain, layout
 

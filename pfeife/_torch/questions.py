@@ -33,21 +33,21 @@ class Environment(ShapeEnv):
     """
 
     tell: Tell | None = None
-    told: dict[Any, Any]  # also for the backward, in which nobody tells anything new
+    answers: dict[Any, Any]  # also for the backward, in which nobody tells anything new
 
     def _evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return super()._evaluate_expr(orig_expr, *args, **kwargs)
         except GuardOnDataDependentSymNode:
-            # First what has been told: a question has one answer in the whole trace.
-            value = self.told.get(orig_expr)
+            # First what has been answered before: a question has one answer in the whole trace.
+            value = self.answers.get(orig_expr)
             if value is None and self.tell:
                 value = self.tell(orig_expr)
             if value is None and _is_asked_by_autograd():
                 value = _of_some(orig_expr)
             if value is None:
                 raise
-            self.told[orig_expr] = value
+            self.answers[orig_expr] = value
             if orig_expr.is_Symbol and orig_expr.is_integer:
                 self.size_like.discard(orig_expr)  # of which torch takes none for 0 or 1
                 self._set_replacement(orig_expr, value, "told")  # for sizes of what is made of it
@@ -87,7 +87,7 @@ def _is_width(extreme: Any) -> bool:
 def symbolic_mode() -> FakeTensorMode:
     """A mode in which what only data tell has a symbol while a graph is traced."""
     environment = Environment()
-    environment.told = {}
+    environment.answers = {}
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment)
 
 

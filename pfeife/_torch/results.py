@@ -23,6 +23,7 @@ def result_paths() -> list[tuple[tuple[int | str, ...], torch.fx.Node]] | None:
     results.
     """
     stack = translator().stack
+    # At a graph break the stack has what the rest of the frame needs.
     if len(stack) != 1:
         return None
     paths: list[tuple[tuple[int | str, ...], torch.fx.Node]] = []
@@ -31,6 +32,7 @@ def result_paths() -> list[tuple[tuple[int | str, ...], torch.fx.Node]] | None:
             # Symbolic numbers have a proxy, too.
             if "Tensor" in type(value).__name__ and isinstance(value.proxy, torch.fx.Proxy):
                 paths.append((path, value.proxy.node))
+        # An object may have tensors that nobody sees here: then an index is all that can be said.
         elif not value.is_python_constant():
             return None
     return paths
@@ -123,6 +125,7 @@ def _built(value: Any) -> Any:
         return value.proxy.node
     if value.is_python_constant():
         return value.as_python_constant()
+    # What was there before stays that object; only what the step makes is built here.
     original = _object_of(value)
     if original is not None:
         return original

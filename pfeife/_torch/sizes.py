@@ -119,6 +119,7 @@ class SymbolicExamples:
                 return torch.empty_strided(
                     value.shape, value.stride(), dtype=value.dtype, device=value.device
                 )
+        # Dense, whatever the strides were: `compile_open` makes all inputs so.
         shape = [self._size(*pair) for pair in zip(sizes, value.shape, strict=True)]
         with self.mode:
             return torch.empty(shape, dtype=value.dtype, device=value.device)
@@ -200,6 +201,7 @@ def _at(size: sympy.Expr, named: tuple[tuple[str, int], ...]) -> int:
 def is_single(limits: Sequence[sympy.Basic], name: str, number: int) -> bool:
     """Whether what a trace has assumed leaves a size with a name no other value than a number."""
     symbol = name_of_size(name)
+    # The very expressions that `_assumed` makes of a symbol's range, hence unevaluated.
     bounds = (bound(symbol, number, evaluate=False) for bound in (sympy.Ge, sympy.Le))
     return all(bound in limits for bound in bounds)
 
@@ -294,6 +296,7 @@ def _number(value: Any, largest: int) -> Any:
     expression = environment.replace(value.node.expr)
     symbols = expression.free_symbols
     plain = expression.xreplace({symbol: _most(environment, symbol, largest) for symbol in symbols})
+    # sympy's numbers are none of Python's.
     kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(value)]
     return kind(plain)
 

@@ -34,6 +34,7 @@ class Unresolved(LookupError):
 
 def _walk(node: ast.expr) -> tuple[Any, list[str]]:
     """What part of a source names, and the words that a person would say for it."""
+    # Nothing of a source is evaluated: it may name what costs time or has effects.
     scope = _dynamo_roots()
     match node:
         case ast.Subscript(value=ast.Name(id="L" | "G" as which), slice=ast.Constant(value=name)):

@@ -33,6 +33,7 @@ def surroundings(devices: Collection[torch.device]) -> list[str]:
     Raises ValueError where that cannot be told: a mode of the caller looks at every operation,
     saved tensors are packed, or somebody has replaced functions of torch's.
     """
+    # A mode or a foreign kernel does what no text says, so there is no key at all.
     _check_modes()
     _check_kernels()
     return [

@@ -21,12 +21,13 @@ Names = Mapping[int, Sequence[str]]
 @attrs.frozen(eq=False)
 class LazyCheckpoint:
     """What the values of some storages are made of from now on: for each of their tensors its name
-    in a checkpoint, "" for one that is not there, which the `tape` makes."""
+    in a checkpoint, "" for one that is not there, which the `tape` makes. `model_names` are all
+    names of the model, by which a folder tells where the model lies in it."""
 
     path: Path
     tape: Source
     tensors: Mapping[int, Sequence[tuple[View, str]]]
-    known: Collection[str]
+    model_names: Collection[str]
 
     @functools.cached_property
     def digest(self) -> str:
@@ -47,7 +48,7 @@ class LazyCheckpoint:
                 size = max(view.size for view in views)
                 storages[number] = torch.UntypedStorage(size, device=views[0].device)
         named = [pair for number in wanted for pair in self.tensors[number] if pair[1]]
-        with torch.no_grad(), stored(self.path, self.known) as file:
+        with torch.no_grad(), stored(self.path, self.model_names) as file:
             file.read({name: view.of(storages[view.storage]) for view, name in named})
         return storages
 
@@ -77,6 +78,7 @@ def shelve(
         tensors.setdefault(record_of(tensor), []).append(
             (view_of(tensor), name_in_file[id(tensor)])
         )
+    # Nothing has changed so far: all errors come before this.
     # One for each source: tensors of several `deferred_init()` have several tapes.
     sources: dict[int, Any] = {id(recipe.source): recipe.source for recipe in tensors}
     for source in sources.values():

@@ -32,6 +32,7 @@ def check_shapes(
 ) -> None:
     """Raises ValueError for names of which only the model (`wanted`) or the checkpoint (`there`)
     has a tensor, and for other shapes. The checkpoint may have any of the `optional` names, too."""
+    # Names before shapes: a shape of another model's layer says less.
     unknown = [name for name in there if name not in wanted and name not in optional]
     missing = [name for name in wanted if name not in there]
     for names, where in ((unknown, "the model"), (missing, str(path))):
@@ -120,6 +121,7 @@ def _file(path: Path, stack: ExitStack) -> Stored:
         file: Any = stack.enter_context(safe_open(str(path), framework="pt"))
         shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
         return Stored(path, shapes, lambda into: _copy(file.get_tensor, into))
+    # Mapped, so that a tensor takes memory when it is read; nothing of the file is run.
     state = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
     if not isinstance(state, dict) or not all(
         isinstance(tensor, torch.Tensor) for tensor in state.values()

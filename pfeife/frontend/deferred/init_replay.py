@@ -180,6 +180,8 @@ class Tape:
     @functools.cached_property
     def digest(self) -> str:
         """A text that tapes of the same values share."""
+        # Equal operations from an equal state of the generator make equal values: ranks compare it
+        # in place of values that nobody has made.
         digest = hashlib.sha256(_bytes(self.states[0]))
         for operation in self.operations:
             for leaf in pytree.tree_leaves((operation.args, operation.kwargs, operation.state)):
@@ -194,6 +196,7 @@ class Tape:
         No memory is held but for them and for what an operation yet to come reads. The default
         generator is left as it is."""
         plan = self._needed(wanted, len(self.operations) if before is None else before)
+        # A later operation overwrites an earlier one's entry, so that the last one is left.
         last = {number: at for at in plan for number in self.operations[at].touched}
         storages: Storages = {}
         position, room = -1, torch.UntypedStorage(0)

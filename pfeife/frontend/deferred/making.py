@@ -47,6 +47,7 @@ def deferred_init() -> Iterator[None]:
         raise ValueError("pfeife.deferred_init() inside of another one: leave out the inner one")
     recording = Recording()
     try:
+        # Absent tensors as any others: operations go through autograd down to the recording.
         with _torch.natively(), Reading(recording), recording:
             yield
         state, tape = recording.state(), recording.tape

@@ -70,6 +70,7 @@ class Recording(_torch.TorchDispatchMode):
         """What is computed of values that are there."""
         before = torch.get_rng_state()
         result = func(*args, **kwargs)
+        # It would go on from a mark, whose numbers are not those after the last draw.
         if not torch.equal(before, torch.get_rng_state()):
             raise ValueError(f"{func} draws random numbers, which is not told ({calling_line()})")
         return result
@@ -79,6 +80,7 @@ class Recording(_torch.TorchDispatchMode):
         values that they have."""
         recorded = pytree.tree_map(self._said, (args, kwargs))
         results = self._shapes(func, args, kwargs)
+        # By identity: an operation in place gives the very tensor that it was given.
         leaves, tree = pytree.tree_flatten(results)
         arguments = {id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs))}
         state = self._state(func, [*arguments.values(), *leaves]) if _torch.draws(func) else None
@@ -236,6 +238,7 @@ class Reading(torch.overrides.TorchFunctionMode):
                 f"{name} of a tensor {list(first.shape)} inside of pfeife.deferred_init(), where "
                 f"it has no memory ({calling_line()})"
             )
+        # torch would copy the storage's bytes; a recorded copy is an operation as any other.
         if name == "__deepcopy__":
             with torch.no_grad():
                 return _copied(first, args[1])

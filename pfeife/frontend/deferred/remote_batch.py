@@ -77,12 +77,15 @@ class LayoutAlone(Absence):
     """Why a tensor may be asked for its layout and for views: all else is refused."""
 
     def operation(self, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> NoReturn:
+        """Raises the refusal: views do not come here."""
         raise self.refusal(str(operation))
 
     def derived(self) -> NoReturn:
+        """Raises the refusal, of what reads several tensors, the first of which is another's."""
         raise self.refusal("an operation on several tensors")
 
     def written(self, tensor: torch.Tensor) -> NoReturn:
+        """Raises the refusal, as `derived`."""
         raise self.refusal("an operation on several tensors")
 
 
@@ -91,12 +94,14 @@ class RankZeroBatch(Absence):
     shapes as well, whatever operations these are."""
 
     def refusal(self, what: str) -> ValueError:
+        """Says where values of the batch may be read."""
         return ValueError(
             f"{what} reads values of a batch that rank 0 alone has: do it in the loader, or in a "
             'step that is compiled with batch="rank0", or pass values=True to from_rank0'
         )
 
     def operation(self, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """What the operation gives, as shapes."""
         return _shaped(self, operation, args, kwargs)
 
 
@@ -107,6 +112,7 @@ def absent(like: torch.Tensor, device: torch.device, absence: Absence) -> torch.
 
 def become_absent(tensor: torch.Tensor, absence: Absence) -> None:
     """Lets go of a tensor's values, and of all of Python's tensors that share its bytes."""
+    # What lies elsewhere in the same storage keeps its values.
     sharing = [user for user in users_of(tensor) if _torch.overlap(user, tensor)]
     if len(sharing) == 1:
         _torch.let_go(tensor, absence)
@@ -127,6 +133,7 @@ def is_whole(tensor: torch.Tensor) -> bool:
 def take_values(tensor: torch.Tensor, values: torch.Tensor | None = None) -> None:
     """Gives an absent tensor, which is the whole of its storage, values (None: any), and so all
     tensors that share that."""
+    # Not `tensor` itself: an absent one would make an absent one.
     room = torch.empty_like(_torch.as_meta(tensor), device=tensor.device)
     if values is not None:
         room.copy_(values)
@@ -200,6 +207,7 @@ def _each_written(
     absence: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]
 ) -> None:
     """An operation that changes each of a list of tensors."""
+    # The rules are those of a single tensor, which is the first argument of a list of one.
     rule = _copied if operation is aten._foreach_copy_.default else _written
     for is_here, _, arguments in _apart(args):
         if is_here:
@@ -264,6 +272,8 @@ def _shaped(absence: Absence, operation: OpOverload, args: tuple, kwargs: dict[s
     if kwargs.get("device") is not None:
         device = torch.device(kwargs["device"])
         kwargs = {**kwargs, "device": "meta"}
+    # torch's own rules for shapes: on the meta device nothing is computed, and what asks for values
+    # fails.
     shapes = pytree.tree_map_only(torch.Tensor, _torch.as_meta, (args, kwargs))
     try:
         result = operation(*shapes[0], **shapes[1])
@@ -292,6 +302,8 @@ def _norm(
     absence: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]
 ) -> torch.Tensor:
     tensor, order, dims = (*args, *(2, None)[len(args) - 1 :])[:3]
+    # Of some dimensions it is a tensor of norms, computed by who has the values; of all it is what
+    # `clip_grad_norm_` compares with a limit, and every rank needs the number.
     if dims or kwargs.get("dim"):
         return _along(absence, operation, args, kwargs)
     norm = absence.norm(tensor, float(order))
@@ -300,12 +312,14 @@ def _norm(
 
 
 def _norms(absence: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+    # One by one: each comes back here, if it is absent, and is computed here, if it is not.
     return [torch.linalg.vector_norm(tensor, *args[1:], **kwargs) for tensor in args[0]]
 
 
 def _unscaled(absence: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> None:
     """What GradScaler does: all ranks find out if any gradient is not finite."""
     _each_written(absence, operation, args, kwargs)
+    # `args[1]` is found_inf: by it GradScaler leaves the step out, on all ranks or on none.
     if any(record_of(gradient).overflow for gradient in args[0] if is_absent(gradient)):
         args[1].fill_(1.0)
 

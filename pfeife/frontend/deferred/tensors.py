@@ -36,6 +36,7 @@ class Recipe(LayoutAlone):
     line: str
 
     def refusal(self, what: str) -> ValueError:
+        """Says how and where values are made."""
         return ValueError(
             f"{what} asks for the values of a tensor {list(self.shape)} of a model that was made "
             f"in pfeife.deferred_init() and has none yet ({self.line}): call "
@@ -67,6 +68,7 @@ def view_of(tensor: torch.Tensor) -> View:
 def sharing(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Some deferred tensors, and those that share memory with them, wherever they are. What was
     computed from parameters with gradients is left out, unless it is one of these."""
+    # Nobody lists who shares a storage, so all tensors are asked.
     users = {id(tensor): tensor for tensor in tensors}
     recipes = {record_of(tensor) for tensor in users.values()}
     for tensor in living(torch.Tensor) if recipes else ():
@@ -86,6 +88,7 @@ def make(tensors: Iterable[torch.Tensor]) -> None:
         views = [view_of(tensor) for tensor in deferred]
         values = source.values({view.storage for view in views})
         for tensor, view in zip(deferred, views, strict=True):
+            # The same objects get values: optimizers and modules have them already.
             with _torch.plainly():
                 tensor.data = view.of(values[view.storage])
 

@@ -80,6 +80,7 @@ class WritingData(fx.Interpreter):
     """Makes copies of such writes in Dynamo's graph."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """A call of Dynamo's graph; a write of data is a copy."""
         if _torch.sets_data(target, args):
             return _written(*args)
         return super().call_function(target, args, kwargs)
@@ -123,6 +124,7 @@ def _of_a_part(line: str) -> ValueError:
 
 
 def _check(target: torch.Tensor, value: torch.Tensor, storages: Iterable[int], line: str) -> None:
+    # Of a view eager would replace the memory of that one tensor, and leave its base.
     if target._is_view():
         raise _of_a_part(line)
     if target.shape != value.shape or target.dtype != value.dtype or target.device != value.device:
@@ -130,6 +132,7 @@ def _check(target: torch.Tensor, value: torch.Tensor, storages: Iterable[int], l
             "the step sets the data of a tensor to one of another shape, dtype or device "
             f"({line}): do that outside of the step"
         )
+    # In eager later writes to one of the two would be seen in the other; a copy is not.
     if _storage(value) in storages:
         raise ValueError(
             f"the step gives two tensors the same memory ({line}), which cannot be captured: copy "

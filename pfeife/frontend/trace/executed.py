@@ -77,7 +77,7 @@ class Executed:
     Python's that read attributes for the user's code; the code of others that it calls."""
 
     codes: dict[int, tuple[CodeType, Globals]] = attrs.field(factory=dict)
-    asked: list[str] = attrs.field(factory=list)
+    questions: list[str] = attrs.field(factory=list)
     variables: set[str] = attrs.field(factory=set)
     readers: set[str] = attrs.field(factory=set)
     callees: dict[int, CodeType] = attrs.field(factory=dict)
@@ -196,7 +196,7 @@ def _hearing(executed: Executed) -> Callable[[FrameType, str, Any], None]:
                 asking = _users_frame(frame) if what else None
                 if asking is not None:
                     line = place(asking.f_code, asking.f_lineno)
-                    executed.asked.append(f"{line} {what}")
+                    executed.questions.append(f"{line} {what}")
 
     return hear
 

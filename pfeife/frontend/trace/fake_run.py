@@ -134,9 +134,9 @@ def check_alike(first: FakeRun, second: FakeRun) -> None:
 def check_steady(before: Sequence[Guard], run: FakeRun) -> None:
     """Raises ValueError if a run has asked the world outside, or has left something else than it
     found."""
-    if run.executed.asked:
+    if run.executed.questions:
         raise ValueError(
-            f"{run.executed.asked[0]} whenever the step runs: the answer would be frozen; ask "
+            f"{run.executed.questions[0]} whenever the step runs: the answer would be frozen; ask "
             "outside of the step, around its call to log that, and pass the answer as an argument "
             "to compute with it"
         )

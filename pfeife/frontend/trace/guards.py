@@ -4,6 +4,18 @@
     Config.beta     the global `Config` -> the entry `beta` of the class, or of one it inherits from
     helper.SCALE    the global `helper`, a module -> `SCALE`
 
+How a guard is made, and what it is for:
+
+    the step has run --> Executed: its code --> names {"args", "beta", "Config", ...}
+                                     |            |  (+ those of getters found on the walk: again)
+                                     v            v
+    Steering: the step, its arguments, the globals with these names; each object once, and in it
+              a Part for each container, of an object's attributes only those with these names
+                                     |
+                                     v
+    Guard: a Part with its keys and values now -- next call --> the same?  a trace holds
+                                                                else `broken` says what, and the
+                                                                step is traced anew
 Simple values are compared; others are to be the same objects, with the same things inside. Tensors
 are state, and may change.
 """
@@ -75,6 +87,7 @@ class Told(Part):
     tell: Callable[[Any], Any] = attrs.field(kw_only=True)
 
     def look(self) -> Entries:
+        """What is told now, as the only entry."""
         return ("",), (self.tell(self.container),)
 
 
@@ -145,7 +158,7 @@ class Steering:
         self, step: Callable[..., Any], arguments: Mapping[str, Any], executed: Executed
     ) -> None:
         self._executed, self._all, names = executed, executed.reads_all, executed.names
-        self._names, self._getters = frozenset[str](), names
+        self._names, self._getters = frozenset[str](), set(names)
         while not self._getters <= self._names:  # the first walk finds getters, if there are any
             self._names |= self._getters
             self.parts: list[Part] = []
@@ -166,8 +179,10 @@ class Steering:
             self._walk(value, (name,))
         for space, names in executed.globals():
             self._enter(Part(space, (), names))
+        # Torch calls these with every module; no name in the code leads to them.
         for hooks in _torch.hooks_of_all_modules():
             self._enter(Part(hooks, ("the hooks of all modules",)))
+        # Of the environment only what was read: a loop that sets another variable traces nothing.
         if executed.variables:
             tell = functools.partial(_variables, frozenset(executed.variables))
             self.parts.append(Told(os.environ, ("os.environ",), tell=tell))
@@ -178,10 +193,11 @@ class Steering:
         if isinstance(getattr(value, "__self__", None), types.ModuleType):  # a function of C's
             return
         self._known[id(value)] = value  # kept alive, as long as its identity counts
+        # A class attribute steers as well, that of a base class too.
         for kind in (*type(value).__mro__, *(value.__mro__[1:] if isinstance(value, type) else ())):
             self._walk(kind, words)
         if isinstance(value, operator.attrgetter | operator.methodcaller):
-            self._getters |= {*str(value.__reduce__()).replace("'", ".").split(".")}
+            self._getters.update(str(value.__reduce__()).replace("'", ".").split("."))
         for part in self._parts(value, words):
             self._enter(part)
 
@@ -196,11 +212,14 @@ class Steering:
         tell = _teller(value, words, self._executed)
         if tell is not None:
             yield Told(value, words, tell=tell)
+        # These are known as a whole by what is told; a logger's handlers are not the step's.
         if tell in (repr, _loudness):
             return
         if isinstance(value, type | types.ModuleType):
             yield from self._of_space(value, words)
         elif isinstance(value, types.FunctionType):
+            # What has not run cannot have steered; if it runs in a later call, a name leads to it
+            # which is guarded.
             if id(value.__code__) in self._executed.codes:
                 yield from closed_over(value, words)
                 yield Part(vars(value), words, self._names)

@@ -20,6 +20,7 @@ def of_the_call(
     arguments; a tensor that is several leaves by the first one."""
     arguments: dict[int, tuple[Argument, Read]] = {}
     for position, (leaf, fake) in enumerate(zip(call.leaves, batch, strict=True)):
+        # What the step never reads is no argument: it has no place in the program.
         if id(fake) in used and id(fake) not in arguments:
             role = Role.CONSTANT if leaf.dim is None else Role.BATCH
             argument = Argument(leaf.name, role, (leaf.name,), fake, leaf.dim, position, given=True)
@@ -41,6 +42,8 @@ def of_the_step(
         slots.setdefault(id(fake), []).append(slot)
     reads = [tuple(slots[at]) for at in used if at in slots]
     roots = roots_of(places, reads)
+    # Names are those of `state_dict()`, by which checkpoints are read. Only a step of several
+    # outermost modules needs the words that tell them apart.
     names: dict[int, tuple[str, ...]] = {}
     for root, outer in roots.items():
         prefix = f"{root}." if len(roots) > 1 else ""
@@ -51,6 +54,7 @@ def of_the_step(
     inside = {id(module._parameters) for module in modules} | buffers
     for read in reads:
         first, tensor = read[0], read[0].get()
+        # Parameters and buffers of a module that is an argument have no rows, whatever they are.
         if first.words[0] in call_names and id(first.container) not in inside:
             raise ValueError(
                 f"{first.name} is a tensor inside of an argument that Pfeife does not look "

@@ -50,6 +50,7 @@ class Runs:
         self.kernels = kernels and not self.known.noted
         self.mode = _torch.symbolic_mode()
         self.opening = Opening(self.mode, call, places)
+        # By identity: a tensor that is given twice is one, as in eager.
         fakes = {
             id(leaf.first): fake_like(self.mode, leaf.first, *layout, device)
             for leaf, layout in zip(call.leaves, self.opening.layouts, strict=True)
@@ -59,6 +60,7 @@ class Runs:
 
     def fake(self) -> FakeRun:
         """A run on fake tensors. Raises ValueError if it does more than can be traced."""
+        # What a run may leave, in the order of what a person would rather be told.
         layouts = list(map(layout_of, self.batch))
         try:
             with torchs_generators() as states, watching() as moved:
@@ -156,9 +158,12 @@ class Runs:
         tensors = {
             id(tensor): tensor for tensor in (*(slot.get() for slot in self.values), *arguments)
         }.values()
+        # A deferred model, or one of other ranks, has nothing to run on.
         check_values(tensors, "the step asks for values, or is another one at its first call")
         noting = Noting()
         first, changes = self._eager(tensors, noting)
+        # Tensors were put back, and lists are never kept; what else the first run has left is what
+        # the second one finds, and the trace.
         for change in changes:
             if change.slot not in self.values and not isinstance(change.slot.container, list):
                 change.slot.put(change.after)

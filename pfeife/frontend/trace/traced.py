@@ -36,8 +36,8 @@ class Traced:
 
     `reads` has for every argument of the `forward` where its value is. `guards` have all else that
     steers the step, `kind` the kind of the call (`kind_of`), `sizes` those of its tensors. `made`
-    is what the step returned, with the fake tensors of `forward.results` in it; `kept` are the
-    slots that the step writes tensors to, by the indices of the results; the last results are
+    is what the step returned, with the fake tensors of `forward.results` in it; `written` are
+    the slots that the step writes tensors to, by the indices of the results; the last results are
     flags, one for each of the `answers`. `warm` is what an eager run has shown, if there was one.
     """
 
@@ -48,7 +48,7 @@ class Traced:
     kind: tuple
     sizes: OpenSizes
     made: Any
-    kept: Mapping[int, Slot]
+    written: Mapping[int, Slot]
     answers: tuple[ValueGuard, ...]
     modules: tuple[nn.Module, ...]
     warm: Warm | None
@@ -87,6 +87,7 @@ class Traced:
 
     def broken(self, call: Arguments) -> str:
         """What does not hold any more for a call, "" if all does."""
+        # The cheap questions first: this is asked before every call of the step.
         if kind_of(call) != self.kind:
             return "the arguments of the call, or the modes under which it is made"
         resized = self.sizes.broken(call)
@@ -97,6 +98,7 @@ class Traced:
             return changed
         for argument, read in zip(self.inputs.arguments, self.reads, strict=True):
             example = argument.example
+            # Tied places must stay tied: the trace reads the first of them alone.
             values = [slot.get() for slot in read if isinstance(slot, Slot)]
             if any(value is not values[0] for value in values) or not all(
                 isinstance(value, torch.Tensor)
@@ -124,13 +126,14 @@ class Traced:
                 "the step was traced, and is not in each microbatch of this call, so the step "
                 "would do something else there; compute it with tensors (torch.where)"
             )
+        # Without answers nothing was assumed of values: the error is the step's own, or ours.
         if not self.answers or isinstance(error, ValueError | torch.OutOfMemoryError):
             return error
         return fails_elsewhere([answer.line for answer in self.answers], error)
 
     def returned(self, results: Sequence[torch.Tensor]) -> Any:
         """What the step returns, of the results of a call; writes what the step keeps."""
-        for index, slot in self.kept.items():
+        for index, slot in self.written.items():
             slot.put(results[index])
         # For an object in its memo a deep copy takes what stands there: the results in place of the
         # trace's fake tensors, and the modules themselves.

@@ -118,6 +118,7 @@ class Answering(_torch.TorchDispatchMode):
         """Called while torch is inside of an operation, so that flags must wait."""
         sizes = {symbol: now for symbol, (_, now) in self.sizes.items()}
         value = _torch.value_of(expression, {**sizes, **self.values})
+        # What is not known torch refuses; a run in eager then notes it (`Runs.warm`).
         if value is not None:
             self.answers.append(ValueGuard(value, calling_line()))
             self.asked.append((expression, value))
@@ -132,6 +133,7 @@ class Answering(_torch.TorchDispatchMode):
         noted: Sequence[Any] = []
         if self.known.noted and _torch.is_decided_by_data(func):
             noted = self._noted(func)
+        # A pinned number never becomes a symbol: Python has it at once, and the flag with it.
         if noted and func is _NUMBER and self.known.pinned:
             (value,) = noted
             self.answers.append(ValueGuard(value, calling_line()))
@@ -140,6 +142,7 @@ class Answering(_torch.TorchDispatchMode):
         result = func(*args, **kwargs)
         sizes = _torch.sizes_and_numbers(result)
         self.of_data = self.of_data or any(map(_torch.is_of_data, sizes))
+        # Another count is another call than the noted one: nothing is known of it.
         if len(noted) == len(sizes):
             of = args[0] if func is _NUMBER else None
             for symbolic, value in zip(sizes, noted, strict=True):
