@@ -4,6 +4,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch._functorch.config
@@ -38,12 +39,15 @@ def as_eager() -> Iterator[None]:
     packets = [*resizing, *(getattr(aten, n) for n in ("lstm", "gru", "rnn_tanh", "rnn_relu"))]
     operators = [getattr(packet, name) for packet in packets for name in packet.overloads()]
     norms = [aten.native_batch_norm.default, aten.cudnn_batch_norm.default]
-    before = [(operator, dict(operator.py_kernels)) for operator in (*operators, *norms)]
     key = DispatchKey.CompositeImplicitAutograd
     kinds = ("linear1d", "bilinear2d", "bicubic2d", "trilinear3d")
     gradients = [getattr(aten, f"upsample_{kind}_backward").default for kind in kinds]
-    rules = dict(op_implementations_dict)
-    try:
+    with contextlib.ExitStack() as stack:
+        # torch looks into these very dicts: they are filled again, not replaced.
+        stack.enter_context(patch.dict(op_implementations_dict))
+        for operator in (*operators, *norms):
+            stack.callback(operator._dispatch_cache.clear)  # after the kernels are back
+            stack.enter_context(patch.dict(operator.py_kernels))
         for operator in operators:
             # What takes them apart when they are traced are kernels in Python for these two keys.
             # Without them the dispatcher goes on to C++, as in eager, once it has forgotten its
@@ -61,14 +65,6 @@ def as_eager() -> Iterator[None]:
             norm._dispatch_cache.clear()
         op_implementations_dict.update(dict.fromkeys(gradients, _gradient_of_image))
         yield
-    finally:
-        # torch looks into this very dict: it is filled again, not replaced.
-        op_implementations_dict.clear()
-        op_implementations_dict.update(rules)
-        for operator, kernels in before:
-            operator.py_kernels.clear()
-            operator.py_kernels.update(kernels)
-            operator._dispatch_cache.clear()
 
 
 def _resized(operator: Any, image: torch.Tensor, sizes: Any, *options: Any) -> Any:

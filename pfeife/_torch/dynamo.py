@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -73,16 +74,10 @@ def named_graphs(step: Callable[..., Any], backend: Callable[..., Any]) -> Calla
     return made
 
 
-@contextlib.contextmanager
-def said_to_compile() -> Iterator[None]:
+def said_to_compile() -> contextlib.AbstractContextManager[Any]:
     """While `torch.compiler.is_compiling()` says so, as it does for Dynamo and torch.export: models
     ask it before they branch on values. If the flag moves: torch.export's tracing sets it."""
-    compiler: Any = torch.compiler
-    before, compiler._is_compiling_flag = compiler._is_compiling_flag, True
-    try:
-        yield
-    finally:
-        compiler._is_compiling_flag = before
+    return patch.object(torch.compiler, "_is_compiling_flag", True)
 
 
 def eager_stance() -> contextlib.AbstractContextManager[None]:

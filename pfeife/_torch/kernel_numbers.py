@@ -12,6 +12,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import fx
@@ -100,17 +101,12 @@ def numbers_for_kernels() -> Iterator[list[torch.Tensor]]:
         _MAKING.numbers = before
 
 
-@contextlib.contextmanager
-def floats() -> Iterator[None]:
+def floats() -> contextlib.AbstractContextManager[Any]:
     """While `float(tensor)` in torch's batch norms is a number that only data tell, as in Dynamo:
     Python's own must be told what it is. If the module moves: that is told, and one answer holds
     for all microbatches."""
-    module: Any = torch.nn.modules.batchnorm
-    module.float = _float
-    try:
-        yield
-    finally:
-        vars(module).pop("float", None)  # Python's again
+    # Until then the module has none of its own, and reads Python's.
+    return patch.object(torch.nn.modules.batchnorm, "float", _float, create=True)
 
 
 def _float(value: Any) -> Any:

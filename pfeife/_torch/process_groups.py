@@ -49,6 +49,7 @@ def nccl_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     options._timeout = timeout
     if _ERRORS in os.environ:
         return nccl(store, rank, size, options)
+    # By itself: what puts a whole environment back empties it first, and other threads read it.
     os.environ[_ERRORS] = "0"
     try:
         return nccl(store, rank, size, options)

@@ -6,8 +6,9 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import sympy  # type: ignore[import-untyped]
 import torch
@@ -19,7 +20,7 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import TensorReferenceAnalysis
 
 from pfeife._torch.kernel_numbers import is_unknown
-from pfeife._torch.sizes import is_unbacked
+from pfeife._torch.sizes import Symbolic, is_unbacked
 from pfeife._torch.tensors import FakeTensorMode
 
 Tell = Callable[[Any], Any]  # the value of an expression, None where it is not known
@@ -97,16 +98,11 @@ def telling(mode: FakeTensorMode, tell: Tell) -> Iterator[None]:
     of their values that an earlier run was told (if `epoch` moves: a second run asks for less, and
     such steps have a program for each size)."""
     mode.epoch += 1
-    environment: Any = mode.shape_env
-    before, environment.tell = environment.tell, tell
-    try:
+    with patch.object(mode.shape_env, "tell", tell):
         yield
-    finally:
-        environment.tell = before
 
 
-@contextmanager
-def extremes() -> Iterator[None]:
+def extremes() -> AbstractContextManager[Any]:
     """While Python's max and min of numbers that only data tell (`max(1, count)`) are such numbers,
     as Dynamo has it, and no question which is the larger one. Of all else they are as ever."""
 
@@ -121,13 +117,8 @@ def extremes() -> Iterator[None]:
 
         return extreme
 
-    before = builtins.max, builtins.min
-    builtins.max = instead(max, torch.sym_max, _larger)
-    builtins.min = instead(min, torch.sym_min, _smaller)
-    try:
-        yield
-    finally:
-        builtins.max, builtins.min = before
+    larger, smaller = instead(max, torch.sym_max, _larger), instead(min, torch.sym_min, _smaller)
+    return patch.multiple(builtins, max=larger, min=smaller)
 
 
 @contextmanager
@@ -146,15 +137,10 @@ def texts_of_numbers() -> Iterator[None]:
 
         return text
 
-    kinds: Any = ((torch.SymInt, int), (torch.SymFloat, float), (torch.SymBool, bool))
-    before = [kind.__repr__ for kind, _ in kinds]
-    for kind, plain in kinds:
-        kind.__repr__ = instead(kind, plain)
-    try:
+    with ExitStack() as stack:
+        for kind, plain in zip(Symbolic, (int, float, bool), strict=True):
+            stack.enter_context(patch.object(kind, "__repr__", instead(kind, plain)))
         yield
-    finally:
-        for (kind, _), by_torch in zip(kinds, before, strict=True):
-            kind.__repr__ = by_torch
 
 
 _WITHOUT_ASKING = (
@@ -201,13 +187,12 @@ def sizes_and_numbers(result: Any) -> list[Any]:
 
 def is_of_data(value: Any) -> bool:
     """Whether data decide a size or a number."""
-    symbolic = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
-    return symbolic and any(map(is_unbacked, value.node.expr.free_symbols))
+    return isinstance(value, Symbolic) and any(map(is_unbacked, value.node.expr.free_symbols))
 
 
 def symbol_of(value: Any) -> Any:
     """The symbol that stands for a number alone, None if there is none."""
-    if not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+    if not isinstance(value, Symbolic):
         return None
     expression = value.node.expr
     if isinstance(value, torch.SymBool) and expression.is_Relational:  # u0 == 1

@@ -5,6 +5,7 @@ import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -168,15 +169,11 @@ def mark_open(tensor: torch.Tensor, dims: Iterable[int]) -> None:
 @contextlib.contextmanager
 def opened(tensors: Sequence[tuple[torch.Tensor, Collection[int]]]) -> Iterator[None]:
     """While dimensions of tensors are marked as in `mark_open`."""
-    before = [(vars(tensor), {**vars(tensor)}) for tensor, _ in tensors]
-    try:
+    with contextlib.ExitStack() as stack:
         for tensor, dims in tensors:
+            stack.enter_context(patch.dict(vars(tensor)))
             mark_open(tensor, dims)
         yield
-    finally:
-        for attributes, earlier in before:
-            attributes.clear()
-            attributes.update(earlier)
 
 
 def marked_most(tensor: torch.Tensor) -> dict[int, int]:
@@ -212,8 +209,7 @@ def leaf_dims(in_dims: Any, tree: Any) -> list[int | None]:
     return dims
 
 
-@contextlib.contextmanager
-def converting_others() -> Iterator[None]:
+def converting_others() -> contextlib.AbstractContextManager[Any]:
     """While `module.to(dtype)` and the like leave a module alone whose tensors are so already, as
     routers say in their forward: torch swaps fake tensors even then, and fails. All conversions go
     through this method; if it moves, such a step cannot be traced."""
@@ -228,11 +224,7 @@ def converting_others() -> Iterator[None]:
             same = all(tensor is None or function(tensor) is tensor for tensor in values)
         return module if same else original(module, function, recurse=False)
 
-    nn.Module._apply = applied  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module._apply = original  # type: ignore[method-assign]
+    return patch.object(nn.Module, "_apply", applied)
 
 
 def is_wrapper(value: Any) -> bool:
