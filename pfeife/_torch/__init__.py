@@ -141,7 +141,6 @@ from pfeife._torch.sizes import (
     is_single,
     name_of_size,
     named_sizes,
-    new_size,
     order_of_facts,
     python_kernels,
     size_now,

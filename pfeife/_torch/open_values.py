@@ -21,17 +21,17 @@ from pfeife._torch.tensors import FakeTensorMode, fake_on, fake_tensor
 
 
 class OpenValues:
-    """Values in a mode in which named sizes are symbols, which are now so large; without any, plain
-    fake values.
+    """Values in a mode, or one of their own, in which named sizes are symbols, which are now so
+    large; without any, plain fake values.
 
     [4, 7] of [rows, length]  -> value ->  [s0, s1]
     flattened [s0 * s1]       -> told ->   [28] of [rows * length]
     """
 
-    def __init__(self, sizes: Mapping[str, int]):
+    def __init__(self, sizes: Mapping[str, int], mode: FakeTensorMode | None = None):
         # Without named sizes there is nothing that a symbol could stand for.
         environment: Any = ShapeEnv() if sizes else None
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment)
+        self.mode = mode or FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment)
         self.numbers = dict(sizes)
         self.sizes = {
             name: new_size(self.mode, at, number) for at, (name, number) in enumerate(sizes.items())

@@ -72,14 +72,8 @@ class Opening:
         self.shapes = tuple(tuple(leaf.first.shape) for leaf in call.leaves)
         # Reversed, so that of several places with one name the first counts.
         self.places = {name: place for place, name in reversed([*places.items()])}
-        self.symbols = {
-            name: _torch.new_size(mode, number, self.shapes[at][dim])
-            for number, (name, (at, dim)) in enumerate(sorted(self.places.items()))
-        }
-        self.names = {
-            _torch.symbol_named(size): _torch.name_of_size(name)
-            for name, size in self.symbols.items()
-        }
+        sizes = {name: self.shapes[at][dim] for name, (at, dim) in sorted(self.places.items())}
+        self.opened = _torch.OpenValues(sizes, mode)
         self.layouts = [
             self._layout(leaf.first, {d: name for (a, d), name in places.items() if a == at})
             for at, leaf in enumerate(call.leaves)
@@ -88,21 +82,19 @@ class Opening:
     @property
     def known(self) -> dict[Any, tuple[Any, int]]:
         """The open sizes by their symbols, and what they are now."""
-        pairs = ((size, self.places[name]) for name, size in self.symbols.items())
-        return {
-            _torch.symbol_named(size): (size, self.shapes[at][dim]) for size, (at, dim) in pairs
-        }
+        sizes, numbers = self.opened.sizes, self.opened.numbers
+        return {_torch.symbol_named(sizes[name]): (sizes[name], numbers[name]) for name in sizes}
 
     def fixed(self) -> list[str]:
         """The names of those sizes that a run has taken for certain numbers."""
-        return [name for name, size in self.symbols.items() if _torch.is_fixed(size)]
+        return [name for name, size in self.opened.sizes.items() if _torch.is_fixed(size)]
 
     def _layout(self, first: torch.Tensor, names: Mapping[int, str]) -> tuple[list, list]:
         """The shape and the strides of a tensor: those of rows that lie one behind another are
         expressions of the sizes."""
         shape: list[Any] = [*first.shape]
         for dim, name in names.items():
-            shape[dim] = self.symbols[name]
+            shape[dim] = self.opened.sizes[name]
         strides: list[Any] = [*first.stride()]
         dense, open_ = 1, 1
         # From the innermost dimension on: where the tensor is dense, a stride is the product of the
@@ -116,8 +108,7 @@ class Opening:
     def sizes(self) -> OpenSizes:
         """What is known of the sizes, after a trace."""
         layouts = {
-            leaf.name: tuple(_torch.named_sizes(numbers, self.names) for numbers in layout)
+            leaf.name: tuple(_torch.named_sizes(numbers, self.opened.names) for numbers in layout)
             for leaf, layout in zip(self.call.leaves, self.layouts, strict=True)
         }
-        limits = _torch.assumed_of_sizes([*self.symbols.values()], self.names)
-        return OpenSizes(self.shapes, layouts, self.places, limits)
+        return OpenSizes(self.shapes, layouts, self.places, self.opened.assumed())

@@ -692,3 +692,33 @@ def test_tensors_of_other_kinds_live_meanwhile():
         net = torch.nn.Linear(2, 2)
     pfeife.materialize(net)
     assert not net.weight.isnan().any() and kept.shape == (2,)
+
+
+def test_who_looks_for_memory_in_a_constructor_is_told():
+    """An address of memory that is not there would end the process where it is read."""
+    with pytest.raises(RuntimeError, match="data pointer"), pfeife.deferred_init():
+        torch.nn.Linear(2, 2).weight.data_ptr()
+
+
+def test_a_model_that_was_deferred_before_is_not_read():
+    with pfeife.deferred_init():
+        earlier = torch.nn.Linear(2, 2)
+    with pfeife.deferred_init():
+        shown = earlier.weight.detach().t()
+        with pytest.raises(ValueError, match="none yet"):
+            torch.nn.Linear(2, 2).weight.data.copy_(earlier.weight.data)
+    assert shown.shape == (2, 2)
+
+
+class Like(nn.Module):
+    """Tensors that are made by the methods of another one."""
+
+    def __init__(self):
+        super().__init__()
+        weight = torch.rand(2, 2, dtype=torch.float64)
+        self.old, self.new = weight.new(3).fill_(2), weight.new_tensor([1, 2])
+        self.listed, self.zeros = weight.new([1.0]), weight.new_zeros(2)
+
+
+def test_tensors_that_another_one_makes():
+    assert_same(*map(state_of, both(Like)))
