@@ -16,7 +16,7 @@ from pfeife import _torch
 from pfeife.frontend.arguments import aliases
 from pfeife.frontend.deferred.checkpoint import shelve
 from pfeife.frontend.deferred.gc_objects import living
-from pfeife.frontend.deferred.recording import Reading, Recording
+from pfeife.frontend.deferred.recording import Recording, reading
 from pfeife.frontend.deferred.tensors import deferred_tensors, is_recorded, is_waiting, make
 
 
@@ -48,7 +48,7 @@ def deferred_init() -> Iterator[None]:
     recording = Recording()
     try:
         # Absent tensors as any others: operations go through autograd down to the recording.
-        with _torch.natively(), Reading(recording), recording:
+        with _torch.natively(), reading(recording), recording:
             yield
         state, tape = recording.state(), recording.tape
         torch.set_rng_state(state if isinstance(state, torch.Tensor) else tape.state_after(state))

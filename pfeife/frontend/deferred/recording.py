@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from pfeife import _torch
 from pfeife.frontend.deferred.init_replay import Operation, Tape, View
 from pfeife.frontend.deferred.tensors import Recipe, is_recorded, view_of
+from pfeife.frontend.trace.modes import Calls, Operations
 from pfeife.frontend.trace.user_lines import calling_line
 
 _STATES = 0x7066656966650000  # seeds of the states that stand for those after draws
@@ -26,8 +27,10 @@ _MAKING = {"new", "new_tensor"}  # of which the tensor says but the dtype and th
 _STORED = {"__reduce_ex__", "__dlpack__", "share_memory_", "storage", "_typed_storage"}
 
 
-class Recording(_torch.TorchDispatchMode):
+class Recording(Operations):
     """Sees all operations below autograd."""
+
+    supports_higher_order_operators = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,10 +40,8 @@ class Recording(_torch.TorchDispatchMode):
         self.recipes: list[Recipe] = []  # of all storages
         self.marks = {_text(begin): 0}  # draws by the states that stand for what is behind them
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def instead(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """What an operation gives, which is recorded or done."""
         tensors = [
             leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
         ]
@@ -78,7 +79,7 @@ class Recording(_torch.TorchDispatchMode):
     def _recorded(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """The results of an operation, which have no memory; those that are no tensors, with the
         values that they have."""
-        recorded = pytree.tree_map(self._said, (args, kwargs))
+        recorded = pytree.tree_map_only(torch.Tensor, self._said, (args, kwargs))
         results = self._shapes(func, args, kwargs)
         # By identity: an operation in place gives the very tensor that it was given.
         leaves, tree = pytree.tree_flatten(results)
@@ -104,19 +105,15 @@ class Recording(_torch.TorchDispatchMode):
 
     def _shapes(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """What an operation gives: its own arguments, tensors of its results' layouts, values."""
-        fakes: dict[int, torch.Tensor] = {}
-
-        def fake(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
-                return leaf
-            if id(leaf) not in fakes:
-                fakes[id(leaf)] = _torch.fake_on(leaf, leaf.device, self.mode)
-            return fakes[id(leaf)]
-
-        fake_arguments = pytree.tree_map(fake, (args, kwargs))
+        leaves = pytree.tree_leaves((args, kwargs))
+        tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        fakes = {at: _torch.fake_on(leaf, leaf.device, self.mode) for at, leaf in tensors.items()}
+        fake_args, fake_kwargs = pytree.tree_map_only(
+            torch.Tensor, lambda leaf: fakes[id(leaf)], (args, kwargs)
+        )
         try:
             with self.mode:
-                result = func(*fake_arguments[0], **fake_arguments[1])
+                result = func(*fake_args, **fake_kwargs)
         except Exception as error:
             changing = any(True for _ in _torch.written(func, args, kwargs))
             # Its result depends on values, as that of `nonzero`, so it is run on copies of them: it
@@ -125,12 +122,8 @@ class Recording(_torch.TorchDispatchMode):
                 raise
             with _unseen():
                 return func(*pytree.tree_map(self.real, args), **pytree.tree_map(self.real, kwargs))
-        argument_ids = {id(value): key for key, value in fakes.items()}
-        arguments = {id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs))}
-        return pytree.tree_map(
-            lambda leaf: arguments[argument_ids[id(leaf)]] if id(leaf) in argument_ids else leaf,
-            result,
-        )
+        arguments = {id(fake): tensors[at] for at, fake in fakes.items()}
+        return pytree.tree_map(lambda leaf: arguments.get(id(leaf), leaf), result)
 
     def _absent(self, func: Any, tensor: torch.Tensor, line: str) -> torch.Tensor:
         """A tensor without memory that looks like another one."""
@@ -152,14 +145,12 @@ class Recording(_torch.TorchDispatchMode):
             self.recipes.append(recipe)
             return _torch.without_values(tensor, tensor.device, recipe)
 
-    def _said(self, argument: Any) -> Any:
-        """An argument as the tape has it; other tensors as they are now."""
-        if not isinstance(argument, torch.Tensor):
-            return argument
-        if is_recorded(argument):
-            return self._view(argument)
+    def _said(self, tensor: torch.Tensor) -> Any:
+        """A tensor among the arguments as the tape has it; others than ours as they are now."""
+        if is_recorded(tensor):
+            return self._view(tensor)
         with _unseen():
-            return argument.detach().clone()
+            return tensor.detach().clone()
 
     def _view(self, tensor: torch.Tensor) -> View:
         if tensor.is_conj() or tensor.is_neg():
@@ -215,24 +206,18 @@ class Recording(_torch.TorchDispatchMode):
         self.marks[_text(mark)] = len(self.tape.draws)
 
 
-class Reading(torch.overrides.TorchFunctionMode):
+def reading(recording: Recording) -> Calls:
     """Sees what reads memory without an operation, and gives it values."""
 
-    def __init__(self, recording: Recording):
-        super().__init__()
-        self.recording = recording
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
+    def instead(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         name, first = getattr(func, "__name__", ""), args[0] if args else None
         touches_memory = name in {*_READING, *_STORED, *_MAKING, "__deepcopy__"}
         if not (touches_memory and is_recorded(first)):
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         if name in _MAKING:  # torch's C++ has no device for the key of absent tensors
             with _unseen():
                 like = torch.empty(0, dtype=first.dtype, device=first.device)
-            return func(like, *args[1:], **(kwargs or {}))
+            return func(like, *args[1:], **kwargs)
         if name in _STORED:
             raise ValueError(
                 f"{name} of a tensor {list(first.shape)} inside of pfeife.deferred_init(), where "
@@ -242,10 +227,12 @@ class Reading(torch.overrides.TorchFunctionMode):
         if name == "__deepcopy__":
             with torch.no_grad():
                 return _copied(first, args[1])
-        result = func(self.recording.real(first.detach()), *args[1:], **(kwargs or {}))
+        result = func(recording.real(first.detach()), *args[1:], **kwargs)
         if name in ("numpy", "__array__"):
             result.flags.writeable = False  # what is written there would not be in the tensor
         return result
+
+    return Calls(instead)
 
 
 def _copied(tensor: torch.Tensor, memo: dict) -> torch.Tensor:

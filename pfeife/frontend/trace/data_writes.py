@@ -15,32 +15,31 @@ import torch
 from torch import fx
 
 from pfeife import _torch
+from pfeife.frontend.trace.modes import Calls
 from pfeife.frontend.trace.user_lines import calling_line
 from pfeife.ir.nodes import source_line
 
 
-class DataWrites(torch.overrides.TorchFunctionMode):
+def copied_data(
+    state: Iterable[torch.Tensor] = (), arguments: Sequence[torch.Tensor] = ()
+) -> Calls:
     """Makes copies of such writes while a step runs. Raises ValueError for those that give away the
     memory of one of the step's `state` or of the caller's `arguments`, change a shape or dtype, or
     write to what may be a part of another tensor: every argument may."""
+    storages = {_storage(tensor) for tensor in (*state, *arguments)}
 
-    def __init__(self, state: Iterable[torch.Tensor] = (), arguments: Sequence[torch.Tensor] = ()):
-        super().__init__()
-        self.given = arguments
-        self.storages = {_storage(tensor) for tensor in (*state, *arguments)}
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
+    def instead(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if func != torch.Tensor.data.__set__:  # type: ignore[attr-defined]
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         # Without tensors to compare with, the writes were checked in an earlier run.
-        if self.storages:
+        if storages:
             target, value = args
-            if any(target is argument for argument in self.given):
+            if any(target is argument for argument in arguments):
                 raise _of_a_part(calling_line())
-            _check(target, value, self.storages, calling_line())
+            _check(target, value, storages, calling_line())
         return _written(*args)
+
+    return Calls(instead)
 
 
 class OwnBackward(ValueError):
@@ -57,23 +56,20 @@ class OwnBackward(ValueError):
 _GRADIENTS = {getattr(torch.Tensor.grad, name) for name in ("__get__", "__set__", "__delete__")}
 
 
-class OwnGradients(torch.overrides.TorchFunctionMode):
+def refused_gradients(tensors: Iterable[torch.Tensor], fake: bool) -> Calls:
     """Refuses what a step reads and sets of gradients (`zero_grad()`), but for those of tensors
     that it has made: the trace has none, and would leave them as they are. `tensors` are those
     of others; if the step runs on fake tensors, so are all that are real. Raises OwnBackward."""
+    others = {id(tensor): tensor for tensor in tensors}
 
-    def __init__(self, tensors: Iterable[torch.Tensor], fake: bool):
-        super().__init__()
-        self.known, self.fake = {id(tensor): tensor for tensor in tensors}, fake
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
+    def instead(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if func in _GRADIENTS and (args[0].requires_grad or len(args) > 1):  # others have none
-            is_real = self.fake and not isinstance(args[0], _torch.FakeTensor)
-            if is_real or id(args[0]) in self.known:
+            is_real = fake and not isinstance(args[0], _torch.FakeTensor)
+            if is_real or id(args[0]) in others:
                 raise OwnBackward(calling_line())
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
+
+    return Calls(instead)
 
 
 class WritingData(fx.Interpreter):
@@ -87,7 +83,7 @@ class WritingData(fx.Interpreter):
 
 
 def check_writes(module: fx.GraphModule) -> None:
-    """Raises ValueError as `DataWrites`, for Dynamo's graph."""
+    """Raises ValueError as `copied_data`, for Dynamo's graph."""
     values = {
         node: node.meta.get("example_value") for node in module.graph.find_nodes(op="placeholder")
     }

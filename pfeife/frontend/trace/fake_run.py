@@ -13,6 +13,7 @@ from pfeife import _torch
 from pfeife.frontend.arguments import fake_like
 from pfeife.frontend.trace.executed import Executed, pausing
 from pfeife.frontend.trace.guards import Guard
+from pfeife.frontend.trace.modes import Operations
 from pfeife.frontend.trace.reachable_state import SIMPLE, Change, Places, Slot, short
 from pfeife.frontend.trace.value_guards import Answering
 
@@ -32,11 +33,9 @@ class FakeRun:
 _OWN = ("aten", "prim", "prims", "c10d", "_c10d_functional")  # namespaces of torch's operations
 
 
-class Seen(_torch.TorchDispatchMode):
+class Seen(Operations):
     """Sees all `operations`, and what they read: the `fake` tensors and the `real` ones, which have
     storage, by identity. While torch computes them, nobody notes what code is executed."""
-
-    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,16 +43,15 @@ class Seen(_torch.TorchDispatchMode):
         self.fake: dict[int, torch.Tensor] = {}
         self.operations: list[tuple] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
+    def instead(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """An operation, which is noted."""
         with pausing():
             self._note(func, args, kwargs)
             if getattr(func, "namespace", "") in _OWN:
-                return func(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))  # which may run code of the user's
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)  # which may run code of the user's
 
-    def _note(self, func: Any, args: tuple, kwargs: dict | None) -> None:
+    def _note(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         leaves = pytree.tree_leaves((args, kwargs))
         if any(isinstance(leaf, torch.Generator) for leaf in leaves):
             raise ValueError(
@@ -74,18 +72,14 @@ class Seen(_torch.TorchDispatchMode):
             self.operations.append((str(func), *texts))
 
 
-class Resizing(torch.overrides.TorchFunctionMode):
-    """Has padding and interpolation run by kernels in Python, as in AOTAutograd: those in C++ ask
-    for sizes as numbers. Not of tensors whose sizes data decide, of which the former ask more."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        asks = func in (F.pad, F.interpolate)
-        if asks and not any(map(_torch.is_of_data, _torch.sizes_and_numbers((args, kwargs)))):
-            with _torch.python_kernels():
-                return func(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+def resized(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Padding and interpolation run by kernels in Python, as in AOTAutograd: those in C++ ask for
+    sizes as numbers. Not of tensors whose sizes data decide, of which the former ask more."""
+    asks = func in (F.pad, F.interpolate)
+    if asks and not any(map(_torch.is_of_data, _torch.sizes_and_numbers((args, kwargs)))):
+        with _torch.python_kernels():
+            return func(*args, **kwargs)
+    return func(*args, **kwargs)
 
 
 def stand_ins(

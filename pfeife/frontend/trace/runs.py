@@ -17,14 +17,15 @@ from pfeife.frontend.checks.foreign_generators import drawing_line, refusal, wat
 from pfeife.frontend.checks.restore import alike, torchs_generators, values_kept
 from pfeife.frontend.deferred.tensors import check_values
 from pfeife.frontend.results import tensors_in
-from pfeife.frontend.trace.data_writes import DataWrites, OwnBackward, OwnGradients
+from pfeife.frontend.trace.data_writes import OwnBackward, copied_data, refused_gradients
 from pfeife.frontend.trace.executed import Executed, noting
-from pfeife.frontend.trace.fake_run import FakeRun, Resizing, Seen, stand_ins
+from pfeife.frontend.trace.fake_run import FakeRun, Seen, resized, stand_ins
+from pfeife.frontend.trace.modes import Calls
 from pfeife.frontend.trace.open_sizes import Opening, Place
 from pfeife.frontend.trace.reachable_state import Change, Places, state_kept
 from pfeife.frontend.trace.traced import Warm, layout_of
 from pfeife.frontend.trace.user_lines import user_line
-from pfeife.frontend.trace.value_guards import Answering, Known, Noting, Spelling
+from pfeife.frontend.trace.value_guards import Answering, Known, Noting, spelled
 
 Step = Callable[..., Any]
 Told = Callable[[], AbstractContextManager[None]]  # while the step runs, of what it is told
@@ -114,13 +115,13 @@ class Runs:
         contexts = (
             self.mode,
             # As in AOTAutograd: some of torch's kernels in C++ (pad, interpolate) ask for sizes.
-            _torch.python_kernels() if self.kernels else Resizing(),
+            _torch.python_kernels() if self.kernels else Calls(resized),
             _torch.forgetting_symbols(self.mode),
             seen,
             self.told(),
             answering.active(),
-            DataWrites(self.values.values(), self.batch),
-            OwnGradients(self.values.values(), fake=True),
+            copied_data(self.values.values(), self.batch),
+            refused_gradients(self.values.values(), fake=True),
             _torch.numbers_for_kernels(),
             _torch.quiet_fakes(),
         )
@@ -147,7 +148,7 @@ class Runs:
                 for instead in (_torch.extremes, _torch.floats, _torch.texts_of_numbers):
                     stack.enter_context(instead())
             if traced and self.known.pinned:
-                stack.enter_context(Spelling())
+                stack.enter_context(Calls(spelled))
             return self.step(*args, **kwargs)
 
     def warm(self) -> Warm:
@@ -186,7 +187,7 @@ class Runs:
         contexts = (torchs_generators(), watching(), self.told())
         try:
             with values_kept(tensors), state_kept(self.places, {}) as changes, ExitStack() as stack:
-                for context in (*contexts, OwnGradients(tensors, fake=False), noting):
+                for context in (*contexts, refused_gradients(tensors, fake=False), noting):
                     stack.enter_context(context)
                 result = self.called([leaf.first.detach() for leaf in self.call.leaves])
         except Exception as error:

@@ -13,6 +13,7 @@ from pfeife.frontend.arguments import Inputs
 from pfeife.frontend.batch import Arguments, Leaf
 from pfeife.frontend.forward import Forward
 from pfeife.frontend.trace.guards import Guard
+from pfeife.frontend.trace.modes import Calls
 from pfeife.frontend.trace.open_sizes import OpenSizes
 from pfeife.frontend.trace.reachable_state import SIMPLE, Slot
 from pfeife.frontend.trace.value_guards import Noted, ValueGuard, WrongAnswer, fails_elsewhere
@@ -184,21 +185,17 @@ def layout_of(value: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(value.shape), value.stride()
 
 
-class _Copying(torch.overrides.TorchFunctionMode):
+def _uncopied(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Raises ValueError where a tensor is copied."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        if func is torch.Tensor.__deepcopy__:
-            raise ValueError(
-                "the step returns an object with tensors in it that Pfeife does not find: return "
-                "tensors, or lists, tuples, dicts or dataclasses of them"
-            )
-        return func(*args, **(kwargs or {}))
+    if func is torch.Tensor.__deepcopy__:
+        raise ValueError(
+            "the step returns an object with tensors in it that Pfeife does not find: return "
+            "tensors, or lists, tuples, dicts or dataclasses of them"
+        )
+    return func(*args, **kwargs)
 
 
 def check_rebuilt(made: Any, results: Sequence[torch.Tensor]) -> None:
     """Raises ValueError unless what the step returns can be made anew of other tensors."""
-    with _Copying():
+    with Calls(_uncopied):
         copy.deepcopy(made, {id(tensor): None for tensor in results})

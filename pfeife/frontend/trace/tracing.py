@@ -33,7 +33,7 @@ from pfeife.frontend.batch import Arguments, Leaf
 from pfeife.frontend.forward import Forward
 from pfeife.frontend.results import Leaf as Result
 from pfeife.frontend.results import tensors_in
-from pfeife.frontend.trace.data_writes import DataWrites
+from pfeife.frontend.trace.data_writes import copied_data
 from pfeife.frontend.trace.fake_run import FakeRun, check_alike, check_steady, kept_slots
 from pfeife.frontend.trace.guards import Steering
 from pfeife.frontend.trace.open_sizes import Place
@@ -244,5 +244,5 @@ def _as_traced(runs: Runs, answering: Answering) -> Iterator[None]:
         for root, outer in reversed(runs.places.roots.items())
         for path, module in outer.named_modules()
     }
-    with runs.told(), lines_noted(paths), answering.active(), DataWrites():
+    with runs.told(), lines_noted(paths), answering.active(), copied_data():
         yield

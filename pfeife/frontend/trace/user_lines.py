@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from pfeife.frontend.trace.modes import Calls
+
 OURS = (
     *(f"{Path(file).parent}/" for file in (torch.__file__, Path(__file__).parents[1])),
     contextlib.__file__,  # between torch and torch
@@ -58,20 +60,16 @@ def calling_line() -> str:
     return line_of(sys._getframe(1))
 
 
-class _Lines(torch.overrides.TorchFunctionMode):
-    """Notes for each operation of torch the user's line that calls it."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        frame = _users(sys._getframe(1))
-        if frame is not None:
-            code = frame.f_code
-            text = linecache.getline(code.co_filename, frame.f_lineno).strip()
-            fx.traceback.get_current_meta()["stack_trace"] = (
-                f"  {place(code, frame.f_lineno)}\n    {text}\n"
-            )
-        return func(*args, **(kwargs or {}))
+def _noting_line(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Notes for an operation the user's line that calls it."""
+    frame = _users(sys._getframe(1))
+    if frame is not None:
+        code = frame.f_code
+        text = linecache.getline(code.co_filename, frame.f_lineno).strip()
+        fx.traceback.get_current_meta()["stack_trace"] = (
+            f"  {place(code, frame.f_lineno)}\n    {text}\n"
+        )
+    return func(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -104,7 +102,7 @@ def noted(paths: Mapping[int, str]) -> Iterator[None]:
         nn.modules.module.register_module_forward_hook(leave, always_call=True).remove,
     ]
     try:
-        with _Lines():
+        with Calls(_noting_line):
             yield
     finally:
         for remove in hooks:

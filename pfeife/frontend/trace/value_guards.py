@@ -24,6 +24,7 @@ import attrs
 import torch
 
 from pfeife import _torch
+from pfeife.frontend.trace.modes import Operations
 from pfeife.frontend.trace.user_lines import calling_line
 
 _NUMBER = torch.ops.aten._local_scalar_dense.default
@@ -66,30 +67,25 @@ def fails_elsewhere(lines: Sequence[str], error: Exception) -> ValueError:
     )
 
 
-class Noting(_torch.TorchDispatchMode):
+class Noting(Operations):
     """Notes the sizes and numbers that data decide, in the order of the operations."""
-
-    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
         self.noted: defaultdict[str, list[list[Any]]] = defaultdict(list)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        func, args, kwargs = _as_number(func, args, kwargs or {})
+    def instead(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Notes what data decide of an operation's results."""
+        func, args, kwargs = _as_number(func, args, kwargs)
         result = func(*args, **kwargs)
         if _torch.is_decided_by_data(func):
             self.noted[_call(func)].append(_torch.sizes_and_numbers(result))
         return result
 
 
-class Answering(_torch.TorchDispatchMode):
+class Answering(Operations):
     """Tells what symbols are; `flags` say for each of the `answers` whether it is wrong. `sizes`
     are the open ones of the arguments, by their symbols, and what they are now."""
-
-    supports_higher_order_operators = True
 
     def __init__(
         self,
@@ -124,12 +120,11 @@ class Answering(_torch.TorchDispatchMode):
             self.asked.append((expression, value))
         return value
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
+    def instead(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """What an operation gives, with answers for the symbols that it makes."""
         if getattr(func, "namespace", "") != "prim":  # autograd asks so for devices; errors end it
             self._flag()
-        func, args, kwargs = _as_number(func, args, kwargs or {})
+        func, args, kwargs = _as_number(func, args, kwargs)
         noted: Sequence[Any] = []
         if self.known.noted and _torch.is_decided_by_data(func):
             noted = self._noted(func)
@@ -206,15 +201,11 @@ def _as_number(func: Any, args: tuple, kwargs: dict) -> tuple[Any, tuple, dict]:
     return func, args, kwargs
 
 
-class Spelling(torch.overrides.TorchFunctionMode):
+def spelled(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """The text of a number in a tensor (`f"expert_{index}"`) is that of its value, as in eager."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        if func is torch.Tensor.__format__ and not args[0].dim():
-            return format(args[0].item(), *args[1:])
-        return func(*args, **(kwargs or {}))
+    if func is torch.Tensor.__format__ and not args[0].dim():
+        return format(args[0].item(), *args[1:])
+    return func(*args, **kwargs)
 
 
 def _call(func: Any) -> str:
