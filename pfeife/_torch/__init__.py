@@ -152,7 +152,6 @@ from pfeife._torch.sizes import (
 from pfeife._torch.sources import is_there, placeholder_source, source_value, source_words
 from pfeife._torch.surroundings import is_higher_order, is_operation, is_torchs, surroundings
 from pfeife._torch.tensors import (
-    DataDependentOutputException,
     FakeTensor,
     FakeTensorMode,
     asks_for_values,

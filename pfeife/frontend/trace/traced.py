@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from pfeife.frontend.arguments import Inputs
+from pfeife.frontend.arguments import Argument, Inputs
 from pfeife.frontend.batch import Arguments, Leaf
 from pfeife.frontend.forward import Forward
 from pfeife.frontend.trace.guards import Guard
@@ -57,34 +57,34 @@ class Traced:
     @property
     def premises(self) -> tuple[Assumption, ...]:
         """All that `broken` looks at, and the answers."""
-        assumptions = [
+        answers = [
             Assumption("answer", f"{answer.line} asks and gets {answer.value}")
             for answer in self.answers
         ]
         pairs = zip(self.inputs.arguments, self.reads, strict=True)
-        for argument, (read, *_) in pairs:
-            like = argument.example
-            shape, strides = (
-                self.sizes.layouts[read.name] if isinstance(read, Leaf) else layout_of(like)
-            )
-            layout = f"{like.dtype} {list(shape)} with strides {list(strides)}"
-            grad = ", with gradients" if like.requires_grad else ""
-            what = f"{argument.names[0]} is {layout} on {like.device}{grad}"
-            assumptions.append(Assumption("tensor", what.replace("torch.", "")))
-        for guard in self.guards:
-            for key, value in zip(guard.keys, guard.values, strict=True):
-                if isinstance(value, SIMPLE):
-                    assumptions.append(
-                        Assumption("value", f"{guard.part.slot(key).name} is {value!r}")
-                    )
+        tensors = [Assumption("tensor", self._said(argument, read[0])) for argument, read in pairs]
+        values = [
+            Assumption("value", f"{guard.part.slot(key).name} is {value!r}")
+            for guard in self.guards
+            for key, value in zip(guard.keys, guard.values, strict=True)
+            if isinstance(value, SIMPLE)
+        ]
         count = sum(len(guard.values) for guard in self.guards)
-        assumptions.append(
-            Assumption("contents", f"{len(self.guards)} objects have the same {count} entries")
-        )
-        assumptions.append(
-            Assumption("call", "its arguments are built alike, its modes are the same")
-        )
-        return tuple(assumptions)
+        contents = f"{len(self.guards)} objects have the same {count} entries"
+        call = "its arguments are built alike, its modes are the same"
+        others = (Assumption("contents", contents), Assumption("call", call))
+        return (*answers, *tensors, *values, *others)
+
+    def _said(self, argument: Argument, place: Leaf | Slot) -> str:
+        """What a tensor must be like, as a person would say it."""
+        like = argument.example
+        # Of the call's tensors the sizes may be open, which the example has as symbols.
+        is_given = isinstance(place, Leaf)
+        shape, strides = self.sizes.layouts[place.name] if is_given else layout_of(like)
+        layout = f"{like.dtype} {list(shape)} with strides {list(strides)}"
+        grad = ", with gradients" if like.requires_grad else ""
+        text = f"{argument.names[0]} is {layout} on {like.device}{grad}"
+        return text.replace("torch.", "")
 
     def broken(self, call: Arguments) -> str:
         """What does not hold any more for a call, "" if all does."""
