@@ -1,8 +1,13 @@
 """While a constructor runs whose operations are written to a tape and not executed.
 
-Its tensors are absent ones whose recipes are not written to the end: all operations on them run as
-on any others down to the `Recording`, which sees them below autograd. What the constructor reads of
-their values is made from the tape. What it does with tensors that were there before is done.
+Its tensors are absent ones whose recipes have no source yet. The way of what it does with them:
+
+    weight.tolist()      `reading` sees torch's functions: values are made from the tape
+    weight.uniform_()    autograd          as ever: the key of absent tensors is left out meanwhile
+                         `Recording`       on the tape, with results that are absent, too; but
+                                           a view runs, and so does what has values: what was there
+                                           before, and tensors on the meta device
+
 Between draws the generator has states of our own, by which it is seen when somebody seeds it, and
 to which a state is that somebody puts back.
 """
