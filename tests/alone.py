@@ -13,6 +13,7 @@ from happens import Event, Recorder
 
 from pfeife.runtime.distributed.links.channels import Ends
 from pfeife.runtime.distributed.links.reducing import Reducer
+from pfeife.runtime.distributed.liveness.heartbeat import OUTSIDE, Activity
 from pfeife.runtime.distributed.served.script_point import Script
 from pfeife.runtime.distributed.world import World
 
@@ -86,6 +87,7 @@ class AloneWorld(World):
         self.recorder, self.keeps = recorder, keeps
         self.device, self.rank, self.size = torch.device("cuda", 0), rank, size
         self.failure, self.raised, self.nccl, self.waited = None, False, True, 0.0
+        self.looks = [lambda: Activity(OUTSIDE)]
         self.connections: dict[Any, Any] = {}
         self.script = Script()
         self.reducer, self.ends = Reducer(self.device), Ends(self)

@@ -27,8 +27,8 @@ from pfeife.data.progress import Shown, shown
 from pfeife.frontend.arguments import Argument
 from pfeife.frontend.deferred.tensors import is_waiting
 from pfeife.ir.parts import Role
+from pfeife.runtime.distributed.agreement import checksum
 from pfeife.runtime.distributed.batches.rank_zero import Sent
-from pfeife.runtime.distributed.peers import checksum
 from pfeife.runtime.distributed.process_group import join_world
 from pfeife.runtime.distributed.state.remote_parameters import version_of
 from pfeife.runtime.distributed.state.state_sync import agree_on, news_of

@@ -277,7 +277,7 @@ def an_operation_of_all_that_is_lost() -> None:
         assert "its connection is closed" in str(error), error
     else:
         raise AssertionError("the connection is cut")
-    assert not world.asking, "what has happened is known"
+    assert not world.diagnosing.locked(), "what has happened is known"
     try:
         with world.building("a step"):
             raise AssertionError("a rank has failed")

@@ -5,10 +5,27 @@ Texts that ranks compare have lines of files in them, which may lie in other fol
 compared, and are in what an error tells.
 """
 
+import hashlib
 import re
-from collections.abc import Sequence
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import attrs
+import torch
+import torch.distributed as dist
+
+from pfeife import _torch
+from pfeife._torch import is_absent
+from pfeife.data import plain
+from pfeife.runtime.distributed.links.connection import Connection
+from pfeife.runtime.failure import CollectiveError
+
+_SHORT = 128  # bytes of a note from which on it has a message of its own
+# What a rank adds to an agreement: the digest of its text (zeros: it cannot go on), a number, the
+# bytes of its note (_SHORT: it goes apart), the note, the digest of its own text.
+_ADDED = struct.Struct(f"<32sqB{_SHORT}s16s")
 
 # As in tracebacks, and as torch.fx writes them above the lines of a graph.
 _FOLDER = re.compile(
@@ -83,3 +100,154 @@ def _told(lines: Sequence[str], at: int) -> str:
             break
     place = f" ({above.removeprefix('# ')})" if above.startswith("# File: ") else ""
     return f"{line!r}{place}"
+
+
+class AllRanks(ABC):
+    """What each rank of a world tells all others, on tensors of its `device`: all of it is
+    collective, over the `connection` of all ranks."""
+
+    rank: int
+    size: int
+    device: torch.device
+    connection: Connection
+
+    @abstractmethod
+    def wait(self, work: dist.Work, *, of_all: bool = False) -> None:
+        """Waits for a collective operation of all ranks, or of some."""
+
+    def broadcast(self, value: torch.Tensor, source: int, among: Connection | None = None) -> None:
+        """Rank `source`'s contents of a dense tensor of bytes, in place on every rank, or on those
+        of a connection."""
+        through = among or self.connection
+        work = through.group.broadcast(value, through.index(source))
+        self.wait(work, of_all=among is None)
+
+    def gather(self, value: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's tensor of the same shape and dtype, on every rank."""
+        gathered = [torch.empty_like(value) for _ in range(self.size)]
+        self.wait(self.connection.group.allgather([gathered], [value]), of_all=True)
+        return gathered
+
+    def from_rank_zero(self, text: str) -> str:
+        """Rank 0's text, on every rank (collective)."""
+        data = self._bytes(text)
+        size = torch.tensor([data.numel()], device=self.device)
+        self.broadcast(size, 0)
+        _check_length(int(size), 0)
+        shared = (
+            data
+            if self.rank == 0
+            else torch.empty(int(size), dtype=torch.uint8, device=self.device)
+        )
+        self.broadcast(shared, 0)
+        return bytes(shared.tolist()).decode()
+
+    def decided_by_rank_zero(self, decide: Callable[[], str]) -> str:
+        """What rank 0 decides, on every rank (collective). If that raises a ValueError there, all
+        ranks raise a CollectiveError with its text."""
+        text = ""
+        if self.rank == 0:
+            try:
+                text = "+" + decide()
+            except ValueError as error:
+                text = "-" + str(error)
+        shared = self.from_rank_zero(text)
+        if shared.startswith("-"):
+            raise CollectiveError(shared[1:])
+        return shared[1:]
+
+    def from_all_ranks(self, text: str) -> list[str]:
+        """Every rank's text, on every rank (collective)."""
+        data = self._bytes(text)
+        sizes = [int(size) for size in self.gather(torch.tensor([len(data)], device=self.device))]
+        for rank, size in enumerate(sizes):
+            _check_length(size * self.size, rank)
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
+        padded[: len(data)] = data
+        parts = zip(self.gather(padded), sizes, strict=True)
+        return [bytes(part[:size].tolist()).decode() for part, size in parts]
+
+    def _bytes(self, text: str) -> torch.Tensor:
+        data = bytearray(_encoded(text))
+        encoded = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0)
+        return encoded.to(self.device, torch.uint8)
+
+    def check_agreement(self, text: str, what: str) -> None:
+        """Raises CollectiveError on every rank unless all ranks give the same text (collective);
+        the error has the first line that differs."""
+        self.agreed(text, what)
+
+    def agreed(
+        self,
+        text: str,
+        what: str,
+        *,
+        number: int = 0,
+        note: str = "",
+        refused: Exception | None = None,
+        own: str = "",
+        groups: Sequence[Sequence[int]] = (),
+    ) -> Agreed:
+        """What every rank adds to a text that all of them give alike (collective), and to one of
+        their `own` that the ranks of each group do.
+
+        Raises CollectiveError on every rank if the ranks are at different places of the script, by
+        `what` they agree on; if the texts differ, with the first line that does; or if any rank
+        cannot go on: with its own words there, and on the others with the rank in front."""
+        # One gather of a fixed size while all goes well; the texts follow only if they differ.
+        text = f"{what}\0{text}"
+        compared = (_encoded(comparable(part)) for part in (text, own))
+        digest, own_digest = (hashlib.sha256(encoded).digest() for encoded in compared)
+        noted = _encoded(note)
+        short = noted if len(noted) < _SHORT else b""
+        size = min(len(noted), _SHORT)
+        data = _ADDED.pack(b"" if refused else digest, number, size, short, own_digest[:16])
+        packed = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
+        every = (_ADDED.unpack(bytes(row.tolist())) for row in self.gather(packed))
+        digests, numbers, sizes, shorts, owned = zip(*every, strict=True)
+        # Digests of zeros are equal where no rank can go on.
+        alike = len(set(digests)) == 1 and any(digests[0])
+        if not (alike and all(len({owned[rank] for rank in group}) == 1 for group in groups)):
+            cause = f"{type(refused).__name__}: {refused}" if refused else ""
+            reports = self.from_all_ranks(f"{cause}\0{text}\0{own}")
+            raise CollectiveError(
+                str(refused) if refused else disagreement(reports, groups)
+            ) from refused
+        if max(sizes) == _SHORT:
+            return Agreed(numbers, tuple(self.from_all_ranks(note)))
+        notes = (encoded[:size].decode() for encoded, size in zip(shorts, sizes, strict=True))
+        return Agreed(numbers, tuple(notes))
+
+    def differing(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+        """Names of the tensors that are not the same on all ranks, by checksums (collective)."""
+        if not tensors:
+            return []
+        sums = self.checksums(tensors.values())
+        wrong = torch.stack([rank_sums != sums[0] for rank_sums in sums]).any(0).tolist()
+        return [name for name, differs in zip(tensors, wrong, strict=True) if differs]
+
+    def checksums(self, tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
+        """Those of some tensors, one at least, on every rank; -1 for None and for what is absent
+        (collective)."""
+        sums = [
+            -1 if tensor is None or is_absent(tensor) else checksum(tensor) for tensor in tensors
+        ]
+        return self.gather(torch.tensor(sums, device=self.device))
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "backslashreplace")
+
+
+def _check_length(size: int, rank: int) -> None:
+    if not 0 <= size <= plain.LARGEST_FILE:
+        raise ValueError(f"rank {rank} wants to send {size} bytes of text to all; that is too much")
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """A number of 63 bits that depends on every byte of a tensor and on its place. Raises
+    ValueError for one whose values are not here."""
+    if is_absent(tensor):
+        raise _torch.record_of(tensor).refusal("the comparison of what ranks are given")
+    data: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return int.from_bytes(hashlib.sha256(data).digest()[:8], "little") >> 1

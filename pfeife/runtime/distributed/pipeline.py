@@ -211,7 +211,7 @@ class DistributedStep(PipelineStep):
         """Read by the monitor's thread."""
         actions = self.pipeline.runner.actions
         where = describe(actions[self.step.at]) if actions else "a step"
-        return Activity(where, *self.transport.awaited)
+        return Activity(where)
 
     def _sharing(self) -> Activity:
         """Read by the monitor's thread."""

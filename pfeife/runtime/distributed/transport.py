@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -62,8 +61,6 @@ class DistributedTransport(Buffered):
         if world.nccl:
             check_launching(world.streams)
         self.buffers = Buffers(self.device, world.ends.memory)
-        # The rank that this one waits for, and since when.
-        self.awaited: tuple[int, float] | tuple[None, None] = None, None
         # Under NCCL the host is ahead: after which waits of which actions the device is.
         self.at: Callable[[], int] | None = None
         self.marks: list[tuple[int, Any]] = []
@@ -137,31 +134,21 @@ class DistributedTransport(Buffered):
     def _receiving(
         self, source: int, values: Tensors, buffers: Sequence[torch.Tensor]
     ) -> tuple[Tensors, Works]:
-        try:
+        with self.world.reaching(self._in_world(source)):
             return values, self.into[source].post(buffers)
-        except RuntimeError as error:
-            raise self.world.lost(self._in_world(source), error) from error
 
     def _sent(
         self, destination: int, values: Tensors, envelope: Envelope
     ) -> tuple[Works, list[torch.Tensor]]:
-        try:
+        with self.world.reaching(self._in_world(destination)):
             return self.out[destination].send(values, envelope)
-        except RuntimeError as error:
-            raise self.world.lost(self._in_world(destination), error) from error
 
     def _wait(self, peer: int, works: Works) -> None:
-        begun = time.monotonic()
-        self.awaited = self._in_world(peer), begun
-        try:
+        with self.world.waiting(self._in_world(peer)):
             for work in works:
                 work.wait(*self.patience)
-            self.awaited = None, None
             if self.world.nccl and self.at is not None:
                 self.marks.append((self.at(), queued_by_now(self.world.device)))
-            self.world.waited += time.monotonic() - begun
-        except RuntimeError as error:
-            raise self.world.lost(self._in_world(peer), error) from error
 
     def reduce(self, bucket: Bucket, parts: Sequence[torch.Tensor]) -> Reducing:
         """Begins to reduce a bucket, beside what the rank computes."""

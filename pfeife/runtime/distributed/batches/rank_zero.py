@@ -47,13 +47,11 @@ class Sent:
             connection = self.world.connection_of(
                 range(self.world.size), "batch", torch.device("cpu")
             )
-            try:
+            with self.world.reaching(0 if self.world.rank else None):
                 if self.world.rank == 0:
                     self._send(connection, read)
                 elif read[self.world.rank]:
                     self._receive(connection, read[self.world.rank])
-            except RuntimeError as error:
-                raise self.world.lost(0 if self.world.rank else None, error) from error
 
     def _send(self, connection: Connection, read: Mapping[int, Sequence[torch.Tensor]]) -> None:
         messages = {rank: pack(views) for rank, views in read.items() if rank and views}

@@ -32,12 +32,12 @@ T = TypeVar("T")
 @attrs.frozen
 class Activity:
     """What a rank is at, and which rank it waits for, or `ALL`, since when (time.monotonic), which
-    nobody knows of the `number`th collective of a script's own."""
+    nobody knows of a collective of the script's own: that is told from the next one by its call."""
 
     text: str
     waits_for: int | None = None
     since: float | None = None
-    number: int = 0
+    call: object = None
 
 
 @attrs.frozen
@@ -51,6 +51,17 @@ class Heartbeat:
 
 
 Heartbeats = Mapping[int, Heartbeat]  # the last sign of life of each rank
+
+
+@attrs.frozen
+class _Pulse:
+    """How far a rank's signs of life have come: how many there were, what it was at in the last
+    one, since when, and how many have been refused since the last one that the store has taken."""
+
+    count: int
+    doing: Activity
+    since: float
+    missed: int = 0
 
 
 class Monitor:
@@ -72,22 +83,17 @@ class Monitor:
         self.store, self.rank, self.size = store, rank, size
         self.look, self.hear = look, hear
         self.failure: Failure | None = None
-        self.mute = False  # whether the store owes an answer for too long
-        self.missed = 0  # signs of life since the last one that the store has taken
+        # Events, since several threads wait for answers and one gives them.
+        self.mute = threading.Event()  # while the store owes an answer for too long
+        self.gone = threading.Event()  # once the store is gone: it does not come back
         self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self.count, self.doing, self.since = 0, Activity(""), time.monotonic()
         self.thread = threading.Thread(target=self._run, name="pfeife heartbeat", daemon=True)
         self.thread.start()
-
-    @property
-    def gone(self) -> bool:
-        """Whether the store is gone. It does not come back."""
-        return self.missed >= MISSED
 
     def end(self) -> None:
         """Stops the thread, unless it waits for a store that does not answer."""
         self.jobs.put(None)
-        if not self.mute:
+        if not self.mute.is_set():
             self.thread.join(ANSWER)
 
     def announce(self, failure: Failure) -> Failure:
@@ -98,16 +104,20 @@ class Monitor:
             first = self.store.compare_set("failure", "", plain.to_json(failure))
             return plain.from_json(Failure, first.decode())
 
-        self.failure = self.ask(publish) or failure
-        return self.failure
+        return self._first(self.ask(publish) or failure) or failure
 
     def heard(self, seconds: float) -> Failure | None:
         """The failure that was announced by any rank, within so many seconds from now."""
         end = time.monotonic() + seconds
-        while self.failure is None and time.monotonic() < end:
-            self.failure = self.ask(self._published)
-            if self.failure is None:
-                time.sleep(0.05)
+        while self._first(self.failure or self.ask(self._published)) is None:
+            if time.monotonic() >= end:
+                break
+            time.sleep(0.05)
+        return self.failure
+
+    def _first(self, failure: Failure | None) -> Failure | None:
+        """Notes a failure, if there is one; returns the first one that was noted."""
+        self.failure = self.failure or failure
         return self.failure
 
     def aware(self) -> Collection[int]:
@@ -127,7 +137,7 @@ class Monitor:
     def ask(self, question: Callable[[], T]) -> T | None:
         """The answer from the thread, None if it cannot be had."""
         answer: Future[T] = Future()
-        if self.mute or self.gone:
+        if self.mute.is_set() or self.gone.is_set():
             return None
 
         def job() -> None:
@@ -140,48 +150,50 @@ class Monitor:
         try:
             return answer.result(ANSWER)
         except Late:
-            self.mute = True
+            self.mute.set()
             return None
         except (RuntimeError, ValueError):
             return None
 
     def _run(self) -> None:
         is_heard, due = False, time.monotonic()
+        pulse = _Pulse(0, Activity(""), due)
         while True:
             try:  # questions may come one upon another: signs of life go on
                 job = self.jobs.get(timeout=max(0.0, due - time.monotonic()))
             except queue.Empty:
-                job, due = self._round, time.monotonic() + INTERVAL
-            if job is None:
-                return
-            job()
-            self.mute = False
+                due = time.monotonic() + INTERVAL
+                pulse = self._round(pulse)
+            else:
+                if job is None:
+                    return
+                job()
+            # The store has answered, whatever it was: who was told that it is mute may ask again.
+            self.mute.clear()
             if self.failure is not None and not is_heard:
                 is_heard = True
                 threading.Thread(target=self.hear, args=(self.failure,), daemon=True).start()
 
-    def _round(self) -> None:
-        if self.gone:
-            return
+    def _round(self, last: _Pulse) -> _Pulse:
+        """Gives a sign of life, and looks for a failure, unless the store is gone."""
+        if self.gone.is_set():
+            return last
         try:
-            self._send()
-            self.missed = 0
+            return self._send(last)
         except RuntimeError:  # the store is lost
-            self.missed += 1
-            if self.gone:
-                self.failure = self.failure or store_gone()
+            if last.missed + 1 == MISSED:
+                self.gone.set()
+                self._first(store_gone())
+            return attrs.evolve(last, missed=last.missed + 1)
 
-    def _send(self) -> None:
-        doing = self.look()
-        if doing != self.doing:
-            self.doing, self.since = doing, time.monotonic()
-        self.count += 1
-        seconds = time.monotonic() - self.since
-        beat = Heartbeat(self.count, doing.text, seconds, doing.waits_for)
+    def _send(self, last: _Pulse) -> _Pulse:
+        doing, now = self.look(), time.monotonic()
+        since = last.since if doing == last.doing else now
+        beat = Heartbeat(last.count + 1, doing.text, now - since, doing.waits_for)
         self.store.set(f"heartbeat {self.rank}", plain.to_json(beat))
-        self.failure = self.failure or self._published()
-        if self.failure is not None:
+        if self._first(self.failure or self._published()):
             self.acknowledge()
+        return _Pulse(beat.count, doing, since)
 
     def acknowledge(self) -> None:
         """Says, on the thread, that this rank knows of the failure, or that it needs not to."""

@@ -41,7 +41,7 @@ class WaitWatchdog:
     def end(self) -> None:
         """Stops the thread, unless it waits for a store that does not answer."""
         self.over.set()
-        if not self.monitor.mute:
+        if not self.monitor.mute.is_set():
             self.thread.join(2 * INTERVAL)
 
     def _run(self) -> None:

@@ -231,7 +231,7 @@ class Answering:
         """Whether the script is still where it was, and has the same tensors there."""
         assert inside is not None
         alike = self._has_written_alike(pending, entry, beyond)
-        return inside.continues(collective_of(self.script.thread)) and alike
+        return inside == collective_of(self.script.thread) and alike
 
     def _has_assigned_alike(self, pending: "_Pending", entry: StateEntry, beyond: bool) -> bool:
         """Whether the script has written by `.data` as that of the rank which asks, and has come at

@@ -12,23 +12,21 @@ from torch.utils import _pytree as pytree
 from pfeife import _torch
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen
 class ScriptCollective:
     """A call of torch.distributed that a thread is in: its innermost frame, and how many
-    collectives the default process group has begun, this one among them if it is one of those."""
+    collectives the default process group has begun, this one among them if it is one of those.
 
-    frame: FrameType
-    begun: int
+    Two are equal if the thread has not left the call in between. The frame is kept alive, so that
+    no other one can be it; torch's functions call none of the script's from there."""
+
+    frame: FrameType = attrs.field(eq=id)
+    begun: int = attrs.field(eq=False)
 
     @property
     def name(self) -> str:
         """That of the function."""
         return f"torch.distributed.{self.frame.f_code.co_name}"
-
-    def continues(self, later: "ScriptCollective | None") -> bool:
-        """Whether the thread has not left it since. The frame is kept alive, so that no other one
-        can be it; torch's functions call none of the script's from there."""
-        return later is not None and later.frame is self.frame
 
     def writes_to(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether its arguments share memory with any of some tensors."""

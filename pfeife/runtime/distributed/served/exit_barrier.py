@@ -36,8 +36,7 @@ def stay(
     if late is not None:  # no call comes that would raise it
         log.error("rank %d: %s", peers.rank, late)
     disconnect()
-    peers.look = lambda: Activity(ENDED)
-    with peers.script.resting(Rest.END):
+    with peers.at(lambda: Activity(ENDED)), peers.script.resting(Rest.END):
         _wait_for_others(peers)
 
 

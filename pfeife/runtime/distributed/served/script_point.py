@@ -85,8 +85,6 @@ class Script:
         self.place, self.rest = Place(), Rest.NOWHERE
         self.operations = self.asked = 0
         self.lock = threading.Condition()
-        self.seen: ScriptCollective | None = None  # that it was in when somebody looked last
-        self.number = 0  # of that one
 
     def point(self, by_data: tuple[int, ...]) -> Point:
         """Where it is, having written `by_data`."""
@@ -137,12 +135,9 @@ class Script:
     def doing(self) -> Activity:
         """What it does outside of steps, as far as others can tell."""
         inside = collective_of(self.thread)
-        if inside is not None and not inside.continues(self.seen):
-            self.number += 1
-        self.seen = inside
         if inside is None:
             return Activity(OUTSIDE)
-        return Activity(f"{COLLECTIVE}{inside.name}", ALL, number=self.number)
+        return Activity(f"{COLLECTIVE}{inside.name}", ALL, call=inside)
 
     def waits_beyond(self, point: Point, inside: ScriptCollective | None) -> bool:
         """Whether this script, which rests, or is `inside` of a collective of its own, has done all

@@ -10,7 +10,6 @@ loss = step(batch)
 import contextlib
 import itertools
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -156,16 +155,14 @@ class Service:
     def _ask(self, rank: int, question: Question) -> tuple[Answer, list[torch.Tensor]]:
         if self.uneven:
             raise CollectiveError(_refused(rank, self.uneven))
-        waits, tensors = _Waits(rank), list[torch.Tensor]()
-        with self.asking, self.world.busy(waits):
-            try:
+        tensors = list[torch.Tensor]()
+        with self.asking, self.world.busy(lambda: Activity("state_dict()")):
+            with self.world.waiting(rank):
                 self._leave(rank, question)
                 answer = plain.from_json(Answer, self.post.text(rank, question.tag))
-                for layout in answer.tensors:
-                    waits.again()
+            for layout in answer.tensors:
+                with self.world.waiting(rank):  # it has got something, and waits anew
                     tensors.append(self.post.tensor(rank, question.tag, layout))
-            except RuntimeError as error:
-                raise self.world.lost(rank, error) from None
         if answer.refused:
             raise CollectiveError(_refused(rank, answer.refused))
         return answer, tensors
@@ -175,21 +172,6 @@ class Service:
         monitor, text = self.world.monitor, plain.to_json(question)
         if monitor.ask(lambda: leave(monitor.store, rank, text)) is None:
             raise RuntimeError("the store of the process group does not answer")
-
-
-class _Waits:
-    """What a rank does that waits for state of another one, since when."""
-
-    def __init__(self, rank: int):
-        self.rank = rank
-        self.again()
-
-    def again(self) -> None:
-        """It has got something, and waits for more."""
-        self.doing = Activity("state_dict()", self.rank, time.monotonic())
-
-    def __call__(self) -> Activity:
-        return self.doing
 
 
 def _refused(rank: int, why: str) -> str:
