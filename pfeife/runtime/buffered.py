@@ -2,7 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 from pfeife.lowering.channel import Channel
@@ -21,7 +22,7 @@ class Buffered(ABC):
     """
 
     def __init__(self) -> None:
-        self.inboxes: dict[int, _Inbox] = {}
+        self.due: dict[int, Iterator[Sequence[Envelope]]] = {}  # what is to be posted next
         self.waiting: defaultdict[int, deque[tuple[Tensors, Sequence[Any], Envelope]]]
         self.waiting = defaultdict(deque)
         self.leaving: defaultdict[int, deque[tuple[Sequence[Any], Sequence[Any]]]]
@@ -48,11 +49,11 @@ class Buffered(ABC):
 
     def expect(self, source: int, channel: Channel) -> None:
         """Takes down what a rank will send, and posts the first receives."""
-        self.inboxes[source] = _Inbox(channel)
+        self.due[source] = _due(channel)
         self._post(source)
 
     def _post(self, source: int) -> None:
-        for envelope in self.inboxes[source].due():
+        for envelope in next(self.due[source]):
             self.waiting[source].append((*self._posted(source, envelope), envelope))
 
     def receive(self, source: int) -> Tensors:
@@ -60,7 +61,6 @@ class Buffered(ABC):
         arrived, works, envelope = self.waiting[source].popleft()
         self._wait(source, works)
         values = self._whole(source, arrived, envelope)
-        self.inboxes[source].taken += 1
         self._post(source)
         return values
 
@@ -91,14 +91,7 @@ class Buffered(ABC):
         del pieces
 
 
-class _Inbox:
-    """How far a channel's messages have been taken, and how far their receives are posted."""
-
-    def __init__(self, channel: Channel):
-        self.channel = channel
-        self.taken = self.posted = 0
-
-    def due(self) -> Sequence[Envelope]:
-        """Those whose receives are to be posted now."""
-        start, self.posted = self.posted, self.channel.ahead[self.taken]
-        return self.channel.envelopes[start : self.posted]
+def _due(channel: Channel) -> Iterator[Sequence[Envelope]]:
+    """The messages of a channel whose receives are posted when 0, 1, 2, ... have been taken."""
+    for start, end in pairwise((0, *channel.ahead)):
+        yield channel.envelopes[start:end]

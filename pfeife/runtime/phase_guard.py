@@ -38,7 +38,7 @@ class PhaseGuard:
         except BaseException as error:
             self.failed = f"{type(error).__name__}: {error}"
             raise
-        self.done |= wanted
+        self.done.update(wanted)
 
     def check(self) -> None:
         """Raises RuntimeError if there are no results, and says why not."""

@@ -25,13 +25,20 @@ Tangents = Sequence[Mapping[str, torch.Tensor]]  # of the outputs, per microbatc
 
 class PipelineStep(ABC):
     """One step of a pipeline, which may be run phase by phase; `steps` are those of its ranks
-    here. Once it has a result, `waiting` has the seconds in which each rank of the world waited for
-    others, none where that cannot be seen, and `peaks` the bytes of each process at its peak so
-    far."""
+    here."""
 
     steps: list[Step]
-    waiting: tuple[float, ...] = ()
-    peaks: tuple[int, ...] = ()
+
+    @property
+    @abstractmethod
+    def waiting(self) -> tuple[float, ...]:
+        """Once it has a result: the seconds in which each rank of the world waited for others, none
+        where that cannot be seen."""
+
+    @property
+    @abstractmethod
+    def peaks(self) -> tuple[int, ...]:
+        """Once it has a result: the bytes of each process at its peak so far."""
 
     @abstractmethod
     def run(

@@ -95,7 +95,7 @@ class LiveTensors(TorchDispatchMode):
         super().__init__()
         self.device = device
         self.live: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.bytes = self.peak = 0
+        self.peak = 0
         self.points: list[MemoryPoint] = []
         for tensor in existing:
             self._add(tensor, 0)
@@ -104,11 +104,15 @@ class LiveTensors(TorchDispatchMode):
         storage = StorageWeakRef(tensor.untyped_storage())
         if storage.cdata not in self.live:
             self.live[storage.cdata] = (storage, size)
-            self.bytes += size
 
     def _purge(self) -> None:
         for key in [key for key, (storage, _) in self.live.items() if storage.expired()]:
-            self.bytes -= self.live.pop(key)[1]
+            del self.live[key]
+
+    @property
+    def bytes(self) -> int:
+        """What lives now."""
+        return sum(size for _, size in self.live.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **kwargs or {})

@@ -183,6 +183,7 @@ class DistributedStep(PipelineStep):
         self.pipeline, self.step, self.transport = pipeline, step, transport
         self.steps = [step]
         self.spent = self.worked = 0.0  # seconds in this step, and those that are not waiting
+        self.figures: Sequence[Sequence[float]] = ()  # the seconds of work and peak of each rank
         self.phases = PhaseGuard(pipeline.runner.has_phases)
 
     def run(
@@ -193,19 +194,24 @@ class DistributedStep(PipelineStep):
         runner, world = self.pipeline.runner, self.transport.world
         border = runner.backward_start
         start, end = (0 if forward else border), (None if backward else border)
-        begun, waited = time.monotonic(), world.waited
+        before, waited = self.spent, world.waited
         # What cannot run is refused by each rank alone: to fail all for it would be heard by some
         # before they have asked.
-        with self.phases.running(forward, backward), world.busy(self._doing):
+        with self._timed(), self.phases.running(forward, backward), world.busy(self._doing):
             self.transport.at = lambda: self.step.at
             try:
                 runner.run(self.step, start, end, watch(runner.rank) if watch else None)
                 self.transport.finish()
             finally:
                 self.transport.at = None  # or it would keep the step
-        seconds = time.monotonic() - begun
-        self.spent += seconds
-        self.worked += seconds - (world.waited - waited)
+        self.worked += self.spent - before - (world.waited - waited)
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        """While it takes this rank's time."""
+        begun = time.monotonic()
+        yield
+        self.spent += time.monotonic() - begun
 
     def _doing(self) -> Activity:
         """Read by the monitor's thread."""
@@ -240,8 +246,7 @@ class DistributedStep(PipelineStep):
         """Loss and outputs of the whole step, gradients and buffers of this rank; without
         `outputs` there are neither outputs nor buffers, for which ranks have been asked already.
         Raises PipelineError if any rank has failed, RuntimeError for a step that has not run."""
-        begun = time.monotonic()
-        with self.transport.world.busy(self._sharing):
+        with self._timed(), self.transport.world.busy(self._sharing):
             self.phases.check()
             rank_result = self.pipeline.runner.result(self.step)
             shared = self._shared(rank_result.outputs, Role.OUTPUT) if outputs else ()
@@ -252,9 +257,7 @@ class DistributedStep(PipelineStep):
             batch_gradients = averaged(self.pipeline.program, shared_gradients)
             buffers = self._with_statistics(rank_result).buffers if outputs else {}
             # Last, since every rank waits here for all: either all have a result, or none has.
-            loss, overflow, figures = self._loss(rank_result)
-            self.spent += time.monotonic() - begun
-            self._note(figures)
+            loss, overflow, self.figures = self._loss(rank_result)
             return Result(loss, shared, rank_result.gradients, buffers, batch_gradients, overflow)
 
     def _with_statistics(self, rank_result: Result) -> Result:
@@ -262,16 +265,20 @@ class DistributedStep(PipelineStep):
         statistics = statistics_of_all(program, rank_result, world, mesh)
         return with_statistics(program, rank_result, statistics, self.step.sizes)
 
-    def _note(self, figures: Sequence[Sequence[float]]) -> None:
-        """What each rank has told of its seconds of work and its peak."""
-        worked, peaks = zip(*figures, strict=True)
-        self.peaks = tuple(map(int, peaks))
-        if self.pipeline.device.type != "cuda":
-            self.waiting = tuple(max(0.0, self.spent - seconds) for seconds in worked)
+    @property
+    def waiting(self) -> tuple[float, ...]:
+        """The seconds in which each rank waited for others; none on GPUs, whose hosts are ahead."""
+        on_cuda = self.pipeline.device.type == "cuda"
+        return () if on_cuda else tuple(max(0.0, self.spent - work) for work, _ in self.figures)
+
+    @property
+    def peaks(self) -> tuple[int, ...]:
+        """The bytes of each process at its peak so far."""
+        return tuple(int(peak) for _, peak in self.figures)
 
     def _loss(
         self, rank_result: Result
-    ) -> tuple[torch.Tensor | None, torch.Tensor, list[list[float]]]:
+    ) -> tuple[torch.Tensor | None, torch.Tensor, Sequence[Sequence[float]]]:
         """The mean or sum of the replicas' losses, in their order; whether any rank has a gradient
         that is not finite; the figures of each rank. Every rank gives something, those without a
         loss zero: nobody goes on before all have come."""

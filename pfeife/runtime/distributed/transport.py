@@ -47,8 +47,6 @@ class DistributedTransport(Buffered):
         self.replica, self.rank = mesh.place(world.rank)
         self.patience = world.patience
         self.routes = self._routes(program)
-        scratch = (route.bucket.scratch_bytes(self.replica) for route in self.routes.values())
-        self.scratch_bytes = max(scratch, default=0)  # of the largest bucket
         self.out: dict[int, Outgoing] = {}
         self.into: dict[int, Incoming] = {}
         self._connect(program)
@@ -60,7 +58,9 @@ class DistributedTransport(Buffered):
                 self.within = connection
         if world.nccl:
             check_launching(world.streams)
-        self.buffers = Buffers(self.device, world.ends.memory)
+        scratch = (route.bucket.scratch_bytes(self.replica) for route in self.routes.values())
+        largest = max(scratch, default=0)  # of the buckets, which use it one after another
+        self.buffers = Buffers(self.device, world.ends.memory, largest)
         # Under NCCL the host is ahead: after which waits of which actions the device is.
         self.at: Callable[[], int] | None = None
         self.marks: list[tuple[int, Any]] = []
@@ -159,7 +159,7 @@ class DistributedTransport(Buffered):
             names = [reduction.name for reduction in bucket.reductions]
             return Reducing(begun, wait, dict(zip(names, totals, strict=True)))
         flat = route.packed(parts)
-        scratch = self.buffers.scratch(self.scratch_bytes)
+        scratch = self.buffers.scratch
         owned_sum = flat.new_empty(bucket.piece(self.replica)) if bucket.owned else None
         sums = flat if owned_sum is None else owned_sum
         begun = reducer.begin(lambda: route.run(flat, scratch, owned_sum), (flat, scratch, sums))

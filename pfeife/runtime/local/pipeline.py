@@ -44,12 +44,12 @@ class LocalWorld:
         self.channels: dict[tuple[int, int], deque[tuple[Tensors, Any]]] = {}
         self.parts: dict[str, dict[int, torch.Tensor]] = {}
         self.reduced: dict[str, tuple[torch.Tensor, float]] = {}  # and when that was done
-        self.failed = False
+        self.failed = threading.Event()
 
     def fail(self) -> None:
         """Ends every wait of the step's threads."""
         with self.changed:
-            self.failed = True
+            self.failed.set()
             self.changed.notify_all()
 
 
@@ -102,9 +102,9 @@ class LocalTransport:
         """With the lock of what has changed. Raises Aborted if another rank has failed."""
         if not there():
             begun = time.monotonic()
-            self.world.changed.wait_for(lambda: there() or self.world.failed)
+            self.world.changed.wait_for(lambda: there() or self.world.failed.is_set())
             self.waited += time.monotonic() - begun
-        if self.world.failed:
+        if self.world.failed.is_set():
             raise Aborted(f"rank {self.rank} stops: another rank failed")
 
     def key(self, reduction: Reduction) -> str:
@@ -118,7 +118,12 @@ class LocalReducing:
     def __init__(self, transport: LocalTransport, bucket: Bucket):
         self.transport = transport
         self.names = {reduction.name: transport.key(reduction) for reduction in bucket.reductions}
-        self.ended = 0.0
+
+    @property
+    def ended(self) -> float:
+        """When the last sum was there."""
+        reduced = self.transport.world.reduced
+        return max(reduced[key][1] for key in self.names.values())
 
     def wait(self) -> dict[str, torch.Tensor]:
         """The sums, once all ranks have brought their parts."""
@@ -127,7 +132,6 @@ class LocalReducing:
             keys = self.names.values()
             self.transport.wait_until(lambda: all(key in world.reduced for key in keys))
             sums = {name: world.reduced[key][0] for name, key in self.names.items()}
-            self.ended = max(world.reduced[key][1] for key in keys)
         return sums if device is None else {n: total.to(device) for n, total in sums.items()}
 
 
@@ -261,7 +265,7 @@ class LocalStep(PipelineStep):
         def observe(action: Action) -> None:
             if see:
                 see(action)
-            if world.failed:
+            if world.failed.is_set():
                 raise Aborted(f"rank {rank} stops: the step has failed")
 
         return observe
@@ -273,9 +277,18 @@ class LocalStep(PipelineStep):
         """The result of all ranks together. Raises RuntimeError for a step that has not run or has
         failed."""
         self.phases.check()
-        places = sorted(self.places, key=str) or [torch.device("cpu")]
-        self.peaks = tuple(map(peak_bytes, places))
-        if all(place.type != "cuda" for place in places):
-            self.waiting = tuple(max(0.0, self.spent - seconds) for seconds in self.worked)
         results = [runner.result(step) for runner, step in self.runners]
         return joined(self.program, results, self.steps[0].sizes)
+
+    @property
+    def waiting(self) -> tuple[float, ...]:
+        """The seconds in which each thread waited for others; none on GPUs, whose threads are
+        ahead."""
+        if any(place.type == "cuda" for place in self.places):
+            return ()
+        return tuple(max(0.0, self.spent - seconds) for seconds in self.worked)
+
+    @property
+    def peaks(self) -> tuple[int, ...]:
+        """The bytes of each device at its peak so far."""
+        return tuple(map(peak_bytes, sorted(self.places, key=str) or [torch.device("cpu")]))

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,16 +20,16 @@ class Threads:
     """
 
     def __init__(self, ranks: Sequence[int]):
-        self.ranks, self.process = ranks, os.getpid()
-        self.idle: list[list[ThreadPoolExecutor]] = []
+        self.ranks = ranks
+        # By processes: a fork has the objects of the other one, but not its threads.
+        self.idle: defaultdict[int, list[list[ThreadPoolExecutor]]] = defaultdict(list)
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[list[ThreadPoolExecutor]]:
         """A thread a rank while a step runs; if that raises, after all of them have ended."""
-        if self.process != os.getpid():  # a fork has the objects, but not the threads
-            self.process, self.idle = os.getpid(), []
+        idle = self.idle[os.getpid()]
         try:
-            threads = self.idle.pop()
+            threads = idle.pop()
         except IndexError:
             threads = [ThreadPoolExecutor(1, f"pfeife rank {rank}") for rank in self.ranks]
         try:
@@ -37,7 +38,7 @@ class Threads:
             for thread in threads:
                 thread.shutdown()
             raise
-        self.idle.append(threads)
+        idle.append(threads)
 
 
 class Caller:

@@ -87,42 +87,55 @@ def _with_dicts(value: Any) -> Any:
     return value
 
 
+@attrs.frozen
+class _Told:
+    """What ranks have told one another at one place since they have met for the `generation`th
+    time: in how many calls, and which structures, by whose numbers they call them."""
+
+    generation: int = -1
+    calls: int = 0
+    structures: tuple[Structure, ...] = ()
+
+    def before(self, world: World) -> "_Told":
+        """What counts at the next call. All ranks know as many structures, and so forget them at
+        the same call; how many calls they have made may differ by one where a failure has ended one
+        of them, until they meet anew."""
+        if self.generation != world.generation:
+            return _Told(world.generation)
+        return attrs.evolve(self, structures=()) if len(self.structures) == _MOST else self
+
+    def number(self, structure: Structure | None) -> int:
+        """That of a structure, the next one for a new one, `_END` for none."""
+        if structure is None:
+            return _END
+        known = structure in self.structures
+        return self.structures.index(structure) if known else len(self.structures)
+
+
 class Announced:
     """What rank 0 announces at one place of the script."""
 
     def __init__(self, place: str):
-        self.place = place
-        self.generation, self.count = -1, 0
-        self.known: dict[Structure, int] = {}
+        self.place, self.told = place, _Told()
 
     def __call__(self, world: World, find: Callable[[], Structure | None]) -> Structure | None:
         """What rank 0 finds, on every rank, None for the end (collective). If it raises there, all
         ranks raise a CollectiveError that tells of it, rank 0 with the exception as its cause."""
-        # All ranks know as many structures, and so forget them at the same call; how many calls
-        # they have made may differ by one where a failure has ended one of them, until they meet
-        # anew.
-        if self.generation != world.generation:
-            self.generation, self.count, self.known = world.generation, 0, {}
-        elif len(self.known) == _MOST:
-            self.known = {}
-        structure, refused = None, None
+        told, structure, refused = self.told.before(world), None, None
         if world.rank == 0:
             try:
                 structure = find()
             except Exception as error:
                 refused = error
-        number = self.known.get(structure, len(self.known)) if structure else _END
+        structures, number = told.structures, told.number(structure)
         with world.building(self.place):
-            where = f"{self.place}: {self.count} before, {len(self.known)} of them new"
+            where = f"{self.place}: {told.calls} before, {len(structures)} of them new"
             number = world.agreed(where, self.place, number=number, refused=refused).numbers[0]
-            self.count += 1
-            if number == _END:
-                return None
-            if number == len(self.known):
+            if number == len(structures):  # rank 0 alone has it
                 text = world.from_rank_zero(plain.to_json(structure) if structure else "")
-                self.known[plain.from_json(Structure, text)] = number
-        # A dictionary keeps the order of insertion, which is that of the numbers.
-        return list(self.known)[number]
+                structures = (*structures, plain.from_json(Structure, text))
+        self.told = _Told(told.generation, told.calls + 1, structures)
+        return None if number == _END else structures[number]
 
 
 def share(world: World, tensors: Sequence[torch.Tensor]) -> None:

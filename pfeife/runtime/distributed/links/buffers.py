@@ -1,6 +1,7 @@
 """Memory that large values arrive in, one step after another."""
 
 from collections.abc import Callable
+from functools import cached_property
 
 import torch
 
@@ -17,11 +18,15 @@ class Buffers:
     waits for all that was queued before it was posted, and so for the last reader.
     """
 
-    def __init__(self, device: torch.device | None, make: Callable[[int], torch.Tensor]):
-        """`make` gives a buffer of so many bytes."""
-        self.device, self.make = device, make
+    def __init__(
+        self,
+        device: torch.device | None,
+        make: Callable[[int], torch.Tensor],
+        scratch_bytes: int = 0,
+    ):
+        """`make` gives a buffer of so many bytes; `scratch` has `scratch_bytes`."""
+        self.device, self.make, self.scratch_bytes = device, make, scratch_bytes
         self.known: dict[int, list[torch.Tensor]] = {}  # by their size in bytes
-        self.shared: torch.Tensor | None = None
 
     def take(self, layout: Layout) -> torch.Tensor:
         """A value of a layout, with whatever contents."""
@@ -32,11 +37,10 @@ class Buffers:
             buffers.append(free)
         return layout.within(free, 0)
 
-    def scratch(self, size: int) -> torch.Tensor:
-        """Bytes for whoever uses them one after another."""
-        if self.shared is None or self.shared.numel() < size:
-            self.shared = torch.empty(size, dtype=torch.uint8, device=self.device)
-        return self.shared
+    @cached_property
+    def scratch(self) -> torch.Tensor:
+        """Bytes for whoever uses them one after another; there are none before somebody does."""
+        return torch.empty(self.scratch_bytes, dtype=torch.uint8, device=self.device)
 
     def forget_used(self) -> None:
         """Leaves the buffers in use to those who use them."""
@@ -46,5 +50,5 @@ class Buffers:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All buffers that it keeps, in use or not."""
-        shared = [] if self.shared is None else [self.shared]
-        return [*shared, *(buffer for buffers in self.known.values() for buffer in buffers)]
+        scratch = [self.scratch] if "scratch" in vars(self) else []
+        return [*scratch, *(buffer for buffers in self.known.values() for buffer in buffers)]

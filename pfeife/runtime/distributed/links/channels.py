@@ -115,7 +115,7 @@ class Ends:
     def __init__(self, world: Any):
         self.world = world
         self.known: dict[Connection, Incoming | Outgoing] = {}
-        self.blocks: mapped.Blocks | None = None
+        self.blocks: mapped.Blocks | None = None  # once another rank maps them
 
     def of(self, source: int, destination: int) -> Incoming | Outgoing | None:
         """This rank's end of what one rank of the world sends another one, None if it is neither

@@ -81,7 +81,8 @@ class Connection:
         waits for what NCCL has not done yet, which takes the other ranks."""
         with self.lock:
             ending = self._end("shutdown")
-            self.never, self.group = [], None
+            self.never.clear()
+            self.group = None
         return ending
 
     def _end(self, how: str) -> threading.Thread | None:

@@ -4,6 +4,7 @@ A block is an anonymous file, which the system frees with the last process that 
 ends. Others open it by its owner's process and file number, as the same user.
 """
 
+import itertools
 import os
 import weakref
 from typing import Any
@@ -18,7 +19,7 @@ class Blocks:
 
     def __init__(self) -> None:
         self.places: dict[int, tuple[int, int]] = {}  # by their address a number and a file
-        self.made = 0
+        self.numbers = itertools.count(1)
         self.pattern = self.make(_PATTERN)
         # The system's random numbers: those of torch's generator are the user's.
         self.pattern.copy_(torch.tensor(list(os.urandom(_PATTERN)), dtype=torch.uint8))
@@ -29,8 +30,7 @@ class Blocks:
         os.ftruncate(file, size)
         memory = _opened(os.getpid(), file, size)
         address = memory.data_ptr()
-        self.made += 1
-        self.places[address] = self.made, file
+        self.places[address] = next(self.numbers), file
         weakref.finalize(memory, _close, self.places, address)  # which must not keep the blocks
         return memory
 
@@ -85,8 +85,9 @@ class Others:
 
     def forget_unused(self) -> None:
         """Lets go of the blocks that were not used since the last call: their owner may have."""
-        self.known = {n: block for n, block in self.known.items() if n in self.used}
-        self.used = set()
+        for number in self.known.keys() - self.used:
+            del self.known[number]
+        self.used.clear()
 
 
 def _opened(process: int, file: int, size: int) -> torch.Tensor:

@@ -55,18 +55,17 @@ class Lifelines:
         if nodes <= 1:
             return
         if os.environ.get("LOCAL_RANK") == "0":
-            store.set(f"node {here}", plain.to_json(self._listening(own_address())))
+            address = own_address()
+            if address is not None:
+                # Connections need not be accepted: the kernel answers on them.
+                backlog = int(os.environ["WORLD_SIZE"])
+                self.listener = socket.create_server((address, 0), backlog=backlog)
+            port = self.listener.getsockname()[1] if self.listener else 0
+            rank, count = int(os.environ["RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+            store.set(f"node {here}", plain.to_json(Node(address or "", port, rank, count)))
         for node in range(nodes):
             if node != here:
                 self._connect(plain.from_json(Node, store.get(f"node {node}").decode()))
-
-    def _listening(self, address: str | None) -> Node:
-        """Connections need not be accepted: the kernel answers on them."""
-        rank, count = int(os.environ["RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-        if address is None:
-            return Node("", 0, rank, count)
-        self.listener = socket.create_server((address, 0), backlog=int(os.environ["WORLD_SIZE"]))
-        return Node(address, self.listener.getsockname()[1], rank, count)
 
     def _connect(self, node: Node) -> None:
         if not node.port:

@@ -3,7 +3,7 @@
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import attrs
 import torch
@@ -11,7 +11,7 @@ import torch
 from pfeife.data import plain
 from pfeife.runtime.distributed.peers import Peers
 from pfeife.runtime.distributed.served.collectives import ScriptCollective, collective_of
-from pfeife.runtime.distributed.served.posting import NEVER, Inbox, Post
+from pfeife.runtime.distributed.served.posting import NEVER, Post, texts
 from pfeife.runtime.distributed.served.questions import Answer, Question, StateEntry, shaped
 from pfeife.runtime.distributed.served.script_point import Rest
 from pfeife.runtime.distributed.served.writes import STATE_BY_HAND, LateWrites, Writes
@@ -53,8 +53,8 @@ class Answering:
     ) -> None:
         self.world, self.script, self.post = world, world.script, post
         self.find, self.writes, self.late, self.beside = find, writes, late, beside
-        self.pending: list[_Pending] = []
-        self.over = False
+        self.arrived: list[_Pending] = []  # that nobody has looked at
+        self.over = threading.Event()
         self.stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
         threads = {"receives questions": self._receive, "answers": self._serve}
         if world.nccl:
@@ -69,7 +69,7 @@ class Answering:
     def end(self) -> None:
         """Answers nobody any more. The threads end once the connection is cut."""
         with self.script.lock:
-            self.over = True
+            self.over.set()
             self.script.lock.notify_all()
 
     def join(self) -> None:
@@ -83,53 +83,55 @@ class Answering:
         try:
             work()
         except Exception as error:
-            if not self.over and self.world.failure is None:
+            if not self.over.is_set() and self.world.failure is None:
                 self.world.stop(failure_of(error, self.world.rank, "an answer to state_dict()"))
 
     def _receive(self) -> None:
-        inbox = Inbox(self.world.letters)
-        while (text := self._next(inbox)) is not None:
+        for text in self._texts():
             question = plain.from_json(Question, text)
             with self.script.lock:
                 until = time.monotonic() + self.world.timeout / 2
-                self.pending.append(_Pending(question.reader, question, until))
+                self.arrived.append(_Pending(question.reader, question, until))
                 self.script.lock.notify_all()
 
-    def _next(self, inbox: Inbox) -> str | None:
-        """The next question, None when the service is over, or all ranks have failed."""
+    def _texts(self) -> Iterator[str]:
+        """Questions, until the service is over, or all ranks have failed."""
         try:
-            return inbox.next(self.world.rank)
+            yield from texts(self.world.letters, self.world.rank)
         except RuntimeError as error:
-            if not self.over and self.world.failure is None:
+            if not self.over.is_set() and self.world.failure is None:
                 self.world.lost(None, error)
-            return None
 
     def _serve(self) -> None:
-        while not self.over:
-            self._send(self._answered())
+        pending: list[_Pending] = []
+        while not self.over.is_set():
+            pending, answered = self._answered(pending)
+            self._send(answered)
 
     def _send(self, answered: Sequence[_Answered]) -> None:
         for reader, tag, answer, entry in answered:
             with contextlib.suppress(RuntimeError):  # who asked is gone, and others see to it
                 self.post.send(reader, tag, plain.to_json(answer), entry.tensors)
 
-    def _answered(self) -> list[_Answered]:
-        """Waits for something to answer, and answers what can be."""
+    def _answered(self, before: list[_Pending]) -> tuple[list[_Pending], list[_Answered]]:
+        """Waits for something to answer beside what was there `before`, and answers what can be;
+        returns what is left."""
+        answered: list[_Answered] = []
+        left: list[_Pending] = []
         with self.script.lock:
-            self.script.lock.wait_for(lambda: self.pending or self.over)
-            if self.world.failure is not None:
-                self.pending.clear()  # who asked hears of it, too
-            answered, left = [], []
-            for pending in self.pending:
+            self.script.lock.wait_for(lambda: before or self.arrived or self.over.is_set())
+            questions = [*before, *self.arrived]
+            self.arrived.clear()
+            # After a failure who asked hears of it, too.
+            for pending in questions if self.world.failure is None else ():
                 answer = self._answer(pending)
                 if answer is None:
                     left.append(pending)
                 else:
                     answered.append((pending.reader, pending.question.tag, *answer))
-            self.pending = left
             if left and not answered:
                 self.script.lock.wait(_TICK)
-            return answered
+        return left, answered
 
     def _answer(self, pending: "_Pending") -> tuple[Answer, StateEntry] | None:
         """An answer, and what it is of; None if the script is not there yet."""
@@ -165,8 +167,8 @@ class Answering:
         script, point = self.script, question.point
         if script.waits_beyond(point, collective_of(script.thread)):
             return True
-        here = script.place == point.place and script.asked >= point.asked
-        return here or script.place.beyond(point.place)
+        here = script.now.place == point.place and script.now.asked >= point.asked
+        return here or script.now.place.beyond(point.place)
 
     def _read(self, pending: "_Pending") -> StateEntry | None:
         """A copy of what is asked for, None if the script is not there yet. Raises CollectiveError
@@ -178,15 +180,15 @@ class Answering:
         script, question = self.script, pending.question
         point, inside = question.point, collective_of(script.thread)
         beyond = script.waits_beyond(point, inside)
-        if script.place != point.place:
-            if beyond or script.place.beyond(point.place):
+        if script.now.place != point.place:
+            if beyond or script.now.place.beyond(point.place):
                 raise CollectiveError(
-                    f"there have been {script.place} by now, and on rank {pending.reader}, which "
-                    f"asks, {point.place}"
+                    f"there have been {script.now.place} by now, and on rank {pending.reader}, "
+                    f"which asks, {point.place}"
                 )
             return None
         # It is at the place, but runs: it may write to state while that is read.
-        if script.rest is Rest.NOWHERE and inside is None:
+        if script.now.rest is Rest.NOWHERE and inside is None:
             return None
         entry = self.find(question)
         if entry is None and beyond:
@@ -196,11 +198,11 @@ class Answering:
         entry.check_here()
         if not self._has_assigned_alike(pending, entry, beyond):
             return None
-        if script.rest is Rest.NOWHERE and not self._is_readable(inside, question, entry):
+        if script.now.rest is Rest.NOWHERE and not self._is_readable(inside, question, entry):
             return None
         copied = self._copied(entry)
         # The script may have gone on while the copy was made, and have written to what was copied.
-        if script.rest is Rest.NOWHERE and not self._still(inside, pending, entry, beyond):
+        if script.now.rest is Rest.NOWHERE and not self._still(inside, pending, entry, beyond):
             return None
         # Nobody counts what a script writes to an optimizer's state: from now on it must not.
         if question.optimizer is not None:
@@ -222,7 +224,7 @@ class Answering:
         if self.stream is None:
             return entry.copied()
         with torch.cuda.stream(self.stream):
-            self.stream.wait_event(self.script.queued)
+            self.stream.wait_event(self.script.now.queued)
             return entry.copied()
 
     def _still(
@@ -249,7 +251,7 @@ class Answering:
                 "which asks, and not so here, or the other way round: nobody counts that where the "
                 "values are; write to the parameters themselves under torch.no_grad()"
             )
-        asks = self.script.rest is Rest.ASKING and self.script.asked == point.asked
+        asks = self.script.now.rest is Rest.ASKING and self.script.now.asked == point.asked
         return alike and (not point.by_data or beyond or asks)
 
     def _has_written_alike(self, pending: "_Pending", entry: StateEntry, beyond: bool) -> bool:

@@ -13,6 +13,7 @@ made nobody can ask for. Nobody can ask for an average before that: of two avera
 rank may have written to another one first.
 """
 
+import functools
 import weakref
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -40,8 +41,8 @@ class DeepCopies:
         self.known, self.asking, self.foreign = known, asking, asking.foreign
         self.new: dict[int, torch.Tensor] = {}
         self.found: list[nn.Module] = []  # averages among them
-        self.searched: Place | None = None  # where the script was when modules were looked for
-        self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that there were
+        # The modules that there are, looked for once at each place of the script.
+        self.modules_at = functools.lru_cache(1)(_modules)
 
     def note(self, memo: Mapping[int, Any]) -> None:
         """Notes the copies that `copy.deepcopy` has made so far, by the ids of originals."""
@@ -56,11 +57,9 @@ class DeepCopies:
     def find(self, owned: Owned, copied: nn.Parameter, watched: Collection[nn.Module]) -> None:
         """Notes the module to which a parameter belongs that has values of an `owned` one by now,
         if it has the layout of a module that is `watched`, or of another average."""
-        place = self.asking.service.script.place
-        if place != self.searched:
-            self.searched, self.modules = place, weakref.WeakSet(living(nn.Module))
         original = self.asking.numbered.get(owned.number)
-        unwatched = [module for module in self.modules if module not in watched]
+        modules = self.modules_at(self.asking.service.script.now.place)
+        unwatched = [module for module in modules if module not in watched]
         if original is None or not any(_has(module, copied) for module in unwatched):
             return
         for module, state in _with(original, [*watched, *self.found]):
@@ -85,7 +84,7 @@ class DeepCopies:
 
     def _note(self, copied: torch.Tensor, owned: Owned) -> None:
         """Gives a copy a number until the ranks come together."""
-        moment = sum(self.asking.service.script.place.counts[1:])  # changes since the last call
+        moment = sum(self.asking.service.script.now.place.counts[1:])  # changes since the last call
         # Negative, unlike the numbers that ranks have agreed on; the same where they copy alike.
         number = -1 - (abs(owned.number) * _MOMENTS + moment % _MOMENTS) * _COPIES
         while number in self.new:
@@ -102,18 +101,22 @@ class DeepCopies:
     def agree(self, digests: Sequence[str], first: int) -> dict[int, Owned]:
         """Numbers the copies from `first` on, if all ranks have made the same ones by the digests
         of each; those of some ranks alone have no owners any more. Returns these by number."""
-        new, self.new = self.new, {}
         numbered: dict[int, Owned] = {}
         alike = len(set(digests)) == 1
         # In the order of their provisional numbers, which is the same on all ranks.
-        for number, (before, copied) in enumerate(sorted(new.items()), first):
+        for number, (before, copied) in enumerate(sorted(self.new.items()), first):
             owned = self.known.pop(copied)
             self.asking.numbered.pop(before, None)
             self.foreign.found.pop(copied, None)
             if alike and owned.number == before:
                 numbered[number] = attrs.evolve(owned, number=number)
                 self.give(copied, numbered[number])
+        self.new.clear()
         return numbered
+
+
+def _modules(place: Place) -> "weakref.WeakSet[nn.Module]":
+    return weakref.WeakSet(living(nn.Module))
 
 
 def _with(

@@ -22,18 +22,18 @@ class Optimizers:
     def __init__(self, asking: Asking):
         self.asking = asking
         self.known: list[weakref.ref[torch.optim.Optimizer]] = []
-        self.loaded = False  # whether one was given state since the ranks have last compared
+        self.loaded: set[int] = set()  # by id those given state since the ranks have compared
 
     def steps(self) -> int:
         """How many there have been since the last call."""
-        return self.asking.service.script.place.times("steps of optimizers")
+        return self.asking.service.script.now.place.times("steps of optimizers")
 
     def compare(self, counts: Sequence[int], loaded: Collection[int]) -> None:
         """Notes it where ranks have not stepped equally often, by the `counts` of each: then these
         do not tell whether they are at one point of the script. Raises CollectiveError where some
         ranks have `loaded` an optimizer's state, and others none."""
         uneven_rank = next((rank for rank, count in enumerate(counts) if count != counts[0]), None)
-        self.loaded = False
+        self.loaded.clear()
         if uneven_rank is not None:
             self.asking.service.uneven = (
                 f"before the last call there were {counts[0]} steps of optimizers on rank 0 and "
@@ -61,9 +61,8 @@ class Optimizers:
             return
         if not any(listed is optimizer for listed in self._listed()):
             self._add(optimizer)
-            self.loaded |= any(
-                optimizer.state.get(parameter) for parameter in _parameters(optimizer)
-            )
+            if any(optimizer.state.get(parameter) for parameter in _parameters(optimizer)):
+                self.loaded.add(id(optimizer))
             if _torch.is_in_backward():  # those of what other ranks train do not step here
                 self._add_living()
         if not _torch.is_in_backward():
@@ -71,7 +70,7 @@ class Optimizers:
         self._let_go(optimizer)  # what was loaded, or made before anybody trained it
 
     def _add(self, optimizer: torch.optim.Optimizer) -> None:
-        self.known = [weakref.ref(listed) for listed in (*self._listed(), optimizer)]
+        self.known.append(weakref.ref(optimizer))
         self.asking.keep(optimizer)
         optimizer.register_state_dict_post_hook(self.saved)
         optimizer.register_load_state_dict_pre_hook(self._before_load)
@@ -104,7 +103,7 @@ class Optimizers:
         self.asking.service.begin("loads of state")
 
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
-        self.loaded = True
+        self.loaded.add(id(optimizer))
         self.asking.service.end_of("loads of state", ())
 
     def saved(

@@ -1,7 +1,7 @@
 """Texts and tensors between two ranks, one after another."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import distributed as dist
@@ -14,24 +14,20 @@ NEVER = 1  # the tag of a text that nobody sends; answers have those that the qu
 OVER = ""  # the last text that a rank leaves, for itself
 
 
-class Inbox:
-    """Texts that any rank leaves in a store, which nobody else uses from this thread. (Gloo has a
-    receive from any rank, but no way to end it when nobody sends any more. A wait of the store's
-    that comes to its end without a text warns of that on standard error, so it is ended by one.)"""
-
-    def __init__(self, store: dist.Store):
-        self.store, self.count = store, 0
-        store.set_timeout(FOREVER)
-
-    def next(self, rank: int) -> str | None:
-        """The next text for a rank, None for `OVER`. Raises RuntimeError if the store is gone."""
-        self.count += 1
-        key = f"text {rank} {self.count}"
-        text = self.store.get(key).decode()  # which waits for it
+def texts(store: dist.Store, rank: int) -> Iterator[str]:
+    """The texts that any rank leaves for this one, until it leaves `OVER` for itself. Raises
+    RuntimeError if the store is gone, which nobody else uses from this thread."""
+    # Gloo has a receive from any rank, but no way to end it when nobody sends any more. A wait of
+    # the store's that comes to its end without a text warns of that on standard error, so it is
+    # ended by one.
+    store.set_timeout(FOREVER)
+    for count in itertools.count(1):
+        key = f"text {rank} {count}"
+        text = store.get(key).decode()  # which waits for it
         if text == OVER:  # whoever is next waits already, and the store does one thing at a time
-            return None
-        self.store.delete_key(key)
-        return text
+            return
+        store.delete_key(key)
+        yield text
 
 
 def leave(store: dist.Store, rank: int, text: str) -> int:

@@ -74,28 +74,43 @@ class Rest(enum.Enum):
     END = "its end"
 
 
+@attrs.frozen
+class Now:
+    """Where a script is: see `Point`; where it rests, and what its GPU had been told to do by its
+    last change or rest."""
+
+    place: Place = Place()
+    operations: int = 0
+    asked: int = 0
+    rest: Rest = Rest.NOWHERE
+    queued: Any = None
+
+
 class Script:
     """This rank's script, which runs on one thread. Whoever reads its state holds the `lock`
     meanwhile: changes, and what ends a rest, wait for it. `queue` gives what a GPU has been told to
-    do by now; `queued` is that of the last change or rest."""
+    do by now."""
 
     def __init__(self, queue: Callable[[], Any] = lambda: None) -> None:
-        self.queue, self.queued = queue, queue()
+        self.queue = queue
         self.thread = threading.get_ident()
-        self.place, self.rest = Place(), Rest.NOWHERE
-        self.operations = self.asked = 0
+        self.now = Now(queued=queue())
         self.lock = threading.Condition()
+
+    def _is(self, **changes: Any) -> None:
+        """Notes where the script is from now on, with the lock."""
+        self.now = attrs.evolve(self.now, **changes)
+        self.lock.notify_all()
 
     def point(self, by_data: tuple[int, ...]) -> Point:
         """Where it is, having written `by_data`."""
-        return Point(self.place, self.operations, collectives_begun(), self.asked, by_data)
+        now = self.now
+        return Point(now.place, now.operations, collectives_begun(), now.asked, by_data)
 
     def move(self, change: Change) -> None:
         """When a change begins or ends, on the thread that does it."""
         with self.lock:
-            self.place, self.asked = self.place.after(change), 0
-            self.queued = self.queue()
-            self.lock.notify_all()
+            self._is(place=self.now.place.after(change), asked=0, queued=self.queue())
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
@@ -109,8 +124,7 @@ class Script:
 
     def _ask(self) -> None:
         with self.lock:
-            self.asked += 1
-            self.lock.notify_all()
+            self._is(asked=self.now.asked + 1)
 
     @contextlib.contextmanager
     def resting(self, where: Rest, *, operation: bool = False) -> Iterator[None]:
@@ -119,7 +133,7 @@ class Script:
         if threading.get_ident() != self.thread:
             yield
             return
-        before = self.rest
+        before = self.now.rest
         self._rest(where, operation)
         try:
             yield
@@ -128,9 +142,8 @@ class Script:
 
     def _rest(self, where: Rest, operation: bool = False) -> None:
         with self.lock:
-            self.rest, self.queued = where, self.queue()
-            self.operations += operation
-            self.lock.notify_all()
+            operations = self.now.operations + operation
+            self._is(rest=where, operations=operations, queued=self.queue())
 
     def doing(self) -> Activity:
         """What it does outside of steps, as far as others can tell."""
@@ -148,11 +161,11 @@ class Script:
             p.data.mul_(.9)        p.data.mul_(.9)
             state_dict()           barrier (2)      it waits here
         """
-        match self.rest:
+        match self.now.rest:
             case Rest.END:
                 return True
             case Rest.OPERATION:
-                return self.operations == point.operations + 1
+                return self.now.operations == point.operations + 1
             case Rest.ASKING:
                 return False
         return inside is not None and inside.begun == point.collectives + 1

@@ -93,7 +93,7 @@ class Asking:
         """Lets go of what nobody else has any more; the ranks are at one place."""
         references = [weakref.ref(value) for value in self.kept]
         self.kept.clear()
-        self.kept += [value for reference in references if (value := reference()) is not None]
+        self.kept.extend(value for reference in references if (value := reference()) is not None)
 
     def _by_rank(self, tensors: Iterable[torch.Tensor]) -> dict[int, dict[int, torch.Tensor]]:
         by_rank: dict[int, dict[int, torch.Tensor]] = {}  # a tied tensor once

@@ -16,9 +16,8 @@ from typing import Any
 import attrs
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils.weak import WeakIdKeyDictionary
 
-from pfeife.runtime.distributed.state.remote_parameters import Foreign, version_of
+from pfeife.runtime.distributed.state.remote_parameters import Foreign, Versions, version_of
 
 _MOMENT = "a state_dict() has asked for it: what that gave may be of another moment"
 _INSTEAD = "or call pfeife.full_state_dict(model) on every rank instead"
@@ -43,8 +42,9 @@ class Writes:
 
     def __init__(self, known: Mapping[torch.Tensor, Any], foreign: Foreign):
         self.known, self.foreign = known, foreign
-        self.before = WeakIdKeyDictionary()  # counts at the last change
-        self.earlier: Counter[int] = Counter()  # before that, since all ranks were together
+        # Since the last change, and since all ranks were together before that.
+        self.counts, self.data_counts = Versions(), Versions(foreign.data_writes)
+        self.earlier: Counter[int] = Counter()
 
     def collect(self) -> None:
         """Before a change: what was written until then."""
@@ -52,10 +52,8 @@ class Writes:
 
     def _since(self) -> dict[int, int]:
         """How often tensors were written to since the last change, by their numbers, if at all."""
-        pairs = [
-            (tensor, version_of(tensor) - before) for tensor, (before, _) in self.before.items()
-        ]
-        return {self.known[tensor].number: n for tensor, n in pairs if n and tensor in self.known}
+        pairs = self.counts.written()
+        return {self.known[tensor].number: count for tensor, count in pairs if tensor in self.known}
 
     def told(self, numbers: Iterable[int]) -> dict[int, int]:
         """How often each of some tensors was written to since the ranks have last used it, if at
@@ -66,20 +64,18 @@ class Writes:
 
     def forget(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
         """After a change of some tensors, all unless given: counts from zero."""
-        for tensor in list(self.known if tensors is None else tensors):
-            self.before[tensor] = version_of(tensor), self.foreign.data_writes(tensor)
+        changed = list(self.known if tensors is None else tensors)
+        self.counts.mark(changed)
+        self.data_counts.mark(changed)
 
     def counted(self, tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
         """How often each of some tensors was written to."""
-        marked = ((t, self.before.get(t)) for t in tensors)
-        return (*(version_of(t) - before[0] if before else 0 for t, before in marked),)
+        return (*map(self.counts.since, tensors),)
 
     def by_data(self, tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
         """How often any of some tensors of other ranks was written to by its `data`, each number
         once."""
-        marked = (tensor for tensor in tensors if tensor in self.before)
-        counts = {self.foreign.data_writes(t) - self.before[t][1] for t in marked}
-        return tuple(sorted(counts - {0}))
+        return tuple(sorted({*map(self.data_counts.since, tensors)} - {0}))
 
 
 @attrs.frozen(eq=False)
@@ -100,7 +96,7 @@ class LateWrites:
 
     def __init__(self) -> None:
         self.watched: dict[tuple[str, int], _Watched] = {}
-        self.wrong = ""
+        self.wrong: list[str] = []  # what was written to too late, which nobody has been told
 
     def watch(
         self,
@@ -120,10 +116,8 @@ class LateWrites:
     def release(self, values: Any) -> None:
         """Watches the tensors among some values no more."""
         released = set(map(id, pytree.tree_leaves(values)))
-        watched = {
-            k: entry for k, entry in self.watched.items() if id(entry.tensor) not in released
-        }
-        self.watched = watched
+        for key in [k for k, entry in self.watched.items() if id(entry.tensor) in released]:
+            del self.watched[key]
 
     def close(self) -> None:
         """Before the next change: what is written to from now on is no matter."""
@@ -133,10 +127,11 @@ class LateWrites:
     def _check(self, key: tuple[str, int]) -> None:
         watched = self.watched.pop(key, None)
         if watched is not None and watched.is_written:
-            self.wrong = self.wrong or key[0]
+            self.wrong.append(key[0])
 
     def taken(self) -> str:
         """What was written to too late, once; "" if nothing was."""
         self.close()
-        wrong, self.wrong = self.wrong, ""
-        return wrong
+        first = self.wrong[0] if self.wrong else ""
+        self.wrong.clear()
+        return first

@@ -6,7 +6,8 @@ at its end          w0 --------->    a copy of w0
                     a copy of w1     <--------- w1
 """
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 
 import torch
@@ -18,22 +19,19 @@ from pfeife.runtime.distributed.liveness.heartbeat import Activity
 from pfeife.runtime.distributed.packing import empty, pack, unpack
 from pfeife.runtime.distributed.peers import Peers
 from pfeife.runtime.distributed.state.owned import Owned
-from pfeife.runtime.distributed.state.remote_parameters import Arrival, Foreign, version_of
+from pfeife.runtime.distributed.state.remote_parameters import Arrival, Foreign, Versions
 
 _PLACE = "optimizer.step() of parameters that replicas share out"
 
 
 class Copies:
     """Keeps the copies of this process those of their owners. `known` has the owners of all
-    tensors, `versions` those that tensors had when their ranks last agreed, by number."""
+    tensors, `shared` counts what is written to those that several ranks have."""
 
     def __init__(
-        self,
-        known: Mapping[torch.Tensor, Owned],
-        foreign: Foreign,
-        versions: MutableMapping[int, int],
-    ):
-        self.known, self.foreign, self.versions = known, foreign, versions
+        self, known: Mapping[torch.Tensor, Owned], foreign: Foreign, shared: Versions
+    ) -> None:
+        self.known, self.foreign, self.shared = known, foreign, shared
         self.world: Peers | None = None  # the latest
         self.used = False  # whether there are any, on any rank
         self.behind = False  # whether copies have not all come
@@ -54,10 +52,17 @@ class Copies:
         every = (p for group in optimizer.param_groups for p in group["params"])
         tensors = self._copied(every)
         if tensors:
-            with world.busy(lambda: Activity(_PLACE)):
-                self.behind = True
+            with world.busy(lambda: Activity(_PLACE)), self._catching_up():
                 world.agreed(" ".join(map(str, tensors)), _PLACE)
                 self.renew(world, tensors.values())
+
+    @contextlib.contextmanager
+    def _catching_up(self) -> Iterator[None]:
+        """While copies come. If this ends half-way, the next call tells all ranks, which then copy
+        again."""
+        self.behind = True
+        yield
+        self.behind = False
 
     def _copied(self, tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Those of some tensors that one replica trains for all, by their numbers, in order."""
@@ -81,30 +86,26 @@ class Copies:
         # All ranks make the connections of all columns, in one order; each uses its own.
         connection = [world.connection_of(ranks, "copies") for ranks in columns][rank]
         here = [tensor for tensor in copied.values() if self.known[tensor].holds(world.rank)]
-        # If this ends half-way, the next call tells all ranks, which then copy again.
-        self.behind = True
         pieces = [
             _pieces([tensor for tensor in here if self.known[tensor].replica == owner])
             for owner in range(mesh.replicas)
         ]
-        for together in zip_longest(*pieces):  # one of each owner at a time
-            under_way = []
-            for owner, piece in enumerate(together):
-                if piece:
-                    message = (pack if owner == replica else empty)(piece, world.device)
-                    root = connection.index(mesh.in_world(owner, rank))
-                    work = connection.group.broadcast(message, root)
-                    under_way.append((work, message, () if owner == replica else piece))
-            for work, message, copies in under_way:
-                world.wait(work)
-                # Absent ones: gradients that are elsewhere were written to them.
-                for tensor in filter(is_absent, copies):
-                    take_values(tensor)
-                unpack(message, copies)
-        self.versions.update(
-            {n: version_of(tensor) for n, tensor in copied.items() if n in self.versions}
-        )
-        self.behind = False
+        with self._catching_up():
+            for together in zip_longest(*pieces):  # one of each owner at a time
+                under_way = []
+                for owner, piece in enumerate(together):
+                    if piece:
+                        message = (pack if owner == replica else empty)(piece, world.device)
+                        root = connection.index(mesh.in_world(owner, rank))
+                        work = connection.group.broadcast(message, root)
+                        under_way.append((work, message, () if owner == replica else piece))
+                for work, message, copies in under_way:
+                    world.wait(work)
+                    # Absent ones: gradients that are elsewhere were written to them.
+                    for tensor in filter(is_absent, copies):
+                        take_values(tensor)
+                    unpack(message, copies)
+            self.shared.mark(tensor for tensor in copied.values() if tensor in self.shared)
 
 
 def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -28,7 +28,8 @@ class Gradients:
 
     def forget(self) -> None:
         """After the ranks have compared."""
-        self.stepped, self.settings = set(), {}
+        self.stepped.clear()
+        self.settings.clear()
 
     def compare_steps(self, digests: Sequence[str], rank: int) -> None:
         """Warns where ranks have stepped other optimizers than this `rank`, by the digests of each.

@@ -32,8 +32,9 @@ from pfeife.runtime.distributed.state.owned import (
 from pfeife.runtime.distributed.state.remote_gradients import Norms
 from pfeife.runtime.distributed.state.remote_parameters import (
     Foreign,
+    Untrained,
     UntrainedState,
-    version_of,
+    Versions,
     where_trained,
 )
 from pfeife.runtime.distributed.state.step_hooks import StepHooks
@@ -58,7 +59,7 @@ class Ownership:
     def __init__(self) -> None:
         self.known = WeakIdKeyDictionary()
         self.owned: dict[int, Owned] = {}  # by their numbers
-        self.shared: dict[int, int] = {}  # versions of what other ranks train as well
+        self.shared = Versions()  # of what other ranks train as well
         self.frozen: set[int] = set()  # the numbers of frozen parameters that this rank keeps
         self.watched = WeakIdKeyDictionary()  # those whose gradients are guarded
         self.checked: weakref.WeakKeyDictionary[Program, int] = weakref.WeakKeyDictionary()
@@ -190,7 +191,7 @@ class Ownership:
     def number_copies(self, digests: Sequence[str]) -> None:
         """Takes deep copies that all ranks have made, by the digests of each, for state that they
         train together."""
-        self.owned |= self.deep_copies.agree(digests, len(self.owned))
+        self.owned.update(self.deep_copies.agree(digests, len(self.owned)))
         self.saving.watch(self.deep_copies.found)
         self.deep_copies.found.clear()
 
@@ -224,7 +225,7 @@ class Ownership:
         if not owned.holds(rank):
             self.foreign.add(tensor, owned)
         elif owned.alike and len(owned.holders) > 1:
-            self.shared[owned.number] = version_of(tensor)
+            self.shared.mark([tensor])
             if not owned.trains(rank):
                 self.copies.add(tensor)
 
@@ -247,13 +248,15 @@ class Ownership:
         nodes = {n.name: n for n in program.module.graph.nodes if n.op == "placeholder"}
         ports = {p.name: p.fqn for p in program.ports(Role.PARAMETER, Role.BUFFER)}
         untrained = [
-            (ports[name], place, any(user.name in calls for user in nodes[name].users))
-            for place, (name, value) in enumerate(zip(names, args, strict=True))
+            Untrained(
+                ports[name], at, any(u.name in calls for u in nodes[name].users), is_absent(value)
+            )
+            for at, (name, value) in enumerate(zip(names, args, strict=True))
             if name in ports and value not in self.known
         ]
-        fqns, at, read = zip(*untrained, strict=True) if untrained else ((), (), ())
-        absent = tuple(is_absent(args[place]) for place in at)
-        return UntrainedState(fqns, at, read, [version_of(args[place]) for place in at], absent)
+        state = UntrainedState(tuple(untrained))
+        state.versions.mark(args[place.at] for place in untrained)
+        return state
 
     def among(self, args: Sequence[Any]) -> dict[int, torch.Tensor]:
         """Those of some arguments that ranks own, by their numbers, in order."""

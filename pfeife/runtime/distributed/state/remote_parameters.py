@@ -122,6 +122,31 @@ def version_of(tensor: Any) -> int:
     return -1 if tensor.is_inference() else int(tensor._version)
 
 
+class Versions:
+    """How often tensors were written to since each was last marked, by a `count` of all writes."""
+
+    def __init__(self, count: Callable[[Any], int] = version_of):
+        self.count, self.marked = count, WeakIdKeyDictionary()
+
+    def __contains__(self, tensor: object) -> bool:
+        return tensor in self.marked
+
+    def mark(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Counts from zero."""
+        for tensor in tensors:
+            self.marked[tensor] = self.count(tensor)
+
+    def since(self, tensor: torch.Tensor) -> int:
+        """The writes since then, 0 for one that was not marked."""
+        before = self.marked.get(tensor)
+        return 0 if before is None else self.count(tensor) - before
+
+    def written(self) -> list[tuple[torch.Tensor, int]]:
+        """Those of the marked tensors that live and were written to, with how often."""
+        pairs = [(tensor, self.since(tensor)) for tensor in list(self.marked)]
+        return [(tensor, count) for tensor, count in pairs if count]
+
+
 @attrs.frozen
 class Arrival:
     """A hook of a parameter that is trained elsewhere, as it `says`: autograd calls it with None
@@ -144,48 +169,43 @@ def where_trained(owned: Owned, done: str = "trained") -> str:
     return f"state of other ranks: {owned.name} is {done} by rank {ranks} and has no values here"
 
 
-@attrs.define(eq=False)
+@attrs.frozen
+class Untrained:
+    """A place among a call's arguments, with its tensor's name; whether this rank reads it, and
+    whether it was absent from the beginning."""
+
+    name: str
+    at: int
+    is_read: bool
+    was_absent: bool
+
+
+@attrs.frozen(eq=False)
 class UntrainedState:
-    """The state of one program that nobody trains, of which every rank has a copy: by its names,
-    its places among a call's arguments, and whether this rank reads it. A copy of trained
-    parameters that is kept up to date outside of the step, such as a moving average, becomes absent
-    where these are."""
+    """The state of one program that nobody trains, of which every rank has a copy, and how often
+    each was written to since the ranks have last agreed. A copy of trained parameters that is kept
+    up to date outside of the step, such as a moving average, becomes absent where these are.
 
-    names: tuple[str, ...] = ()
-    at: tuple[int, ...] = ()
-    read: tuple[bool, ...] = ()
-    versions: Sequence[int] = ()
-    absent: tuple[bool, ...] = ()  # which have been so from the beginning
+    What is `trained` by now is left out: another program has been the first to do so."""
 
-    def among(self, args: Sequence[Any]) -> list[tuple[str, Any]]:
-        """It with its names."""
-        return [(name, args[place]) for name, place in zip(self.names, self.at, strict=True)]
+    places: tuple[Untrained, ...] = ()
+    versions: Versions = attrs.Factory(Versions)
+
+    def among(
+        self, args: Sequence[Any], trained: Container[torch.Tensor]
+    ) -> list[tuple[Untrained, Any]]:
+        """What of it is left among a call's arguments."""
+        pairs = ((place, args[place.at]) for place in self.places)
+        return [(place, tensor) for place, tensor in pairs if tensor not in trained]
 
     def news(self, args: Sequence[Any], trained: Container[torch.Tensor]) -> tuple[list[str], str]:
         """The names of what this rank reads and has no more, and a digest of how often all has been
-        written to since the ranks have last agreed, "" if that is all as it was. What is `trained`
-        by now is left out."""
-        self.forget(args, trained)
-        state = zip(self.names, self.at, self.read, self.absent, strict=True)
-        lost = [n for n, at, read, before in state if read and not before and is_absent(args[at])]
-        writes = [new - old for new, old in zip(self._versions(args), self.versions, strict=True)]
+        written to since the ranks have last agreed, "" if that is all as it was."""
+        left = self.among(args, trained)
+        lost = [p.name for p, value in left if p.is_read and not p.was_absent and is_absent(value)]
+        # Another tensor in a place counts as one that was written to.
+        writes = [self.versions.since(v) if v in self.versions else -1 for _, v in left]
         return lost, digest(writes) if lost or any(writes) else ""
-
-    def forget(self, args: Sequence[Any], trained: Container[torch.Tensor]) -> None:
-        """Leaves out what is `trained` by now: another program has been the first to do so."""
-        left = [i for i, place in enumerate(self.at) if args[place] not in trained]
-        self.names = tuple(self.names[i] for i in left)
-        self.at = tuple(self.at[i] for i in left)
-        self.read = tuple(self.read[i] for i in left)
-        self.absent = tuple(self.absent[i] for i in left)
-        self.versions = [self.versions[i] for i in left]
-
-    def agreed(self, args: Sequence[Any]) -> None:
-        """All ranks know what has been written, and nothing is wrong with it."""
-        self.versions = self._versions(args)
-
-    def _versions(self, args: Sequence[Any]) -> list[int]:
-        return [version_of(args[place]) for place in self.at]
 
 
 def digest(values: Iterable[object]) -> str:

@@ -11,7 +11,7 @@ import torch
 from pfeife._torch import is_absent
 from pfeife.data import plain
 from pfeife.runtime.distributed.state.ownership import Ownership
-from pfeife.runtime.distributed.state.remote_parameters import UntrainedState, digest, version_of
+from pfeife.runtime.distributed.state.remote_parameters import UntrainedState, digest
 from pfeife.runtime.distributed.world import World
 from pfeife.runtime.failure import CollectiveError
 
@@ -68,7 +68,7 @@ def news_of(ownership: Ownership, borrowed: UntrainedState | None, args: Sequenc
             (number, digest(settings)) for number, settings in gradients.settings.items()
         ),
         steps=optimizers.steps(),
-        loaded=optimizers.loaded,
+        loaded=len(optimizers.loaded) > 0,
         copied=digest(sorted(ownership.deep_copies.new)),
         factors=tuple(f"{float(factor):.9g}" for factor in ownership.factors),
         wrote=tuple(ownership.asking.writes.told(tensors).items()),
@@ -97,8 +97,8 @@ def _writes(
     agreed, by those ranks."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for number, tensor in tensors.items():
-        if number in ownership.shared:
-            writes = version_of(tensor) - ownership.shared[number]
+        if tensor in ownership.shared:
+            writes = ownership.shared.since(tensor)
             groups.setdefault(ownership.owned[number].holders, []).append(writes)
     return {ranks: digest(writes) for ranks, writes in groups.items() if any(writes)}
 
@@ -118,7 +118,6 @@ def agree_on(
         return
     ownership.factors.clear()  # on all ranks, which have come to this
     borrowed = borrowed or UntrainedState()
-    borrowed.forget(args, ownership.known)
     every = _read(texts)
     # Copies first: what follows goes by the numbers of tensors, and then they have some.
     ownership.number_copies([news.copied for news in every])
@@ -128,9 +127,11 @@ def agree_on(
         return
     if any(news.absent for news in every):
         # What is absent and was computed of trained state gets owners: only what is left is lost.
-        ownership.adopt_derived(dict(borrowed.among(args)), world)
-        borrowed.forget(args, ownership.known)
-    _check_lost(every, borrowed.names)
+        untrained = borrowed.among(args, ownership.known)
+        ownership.adopt_derived({place.name: tensor for place, tensor in untrained}, world)
+    untrained = borrowed.among(args, ownership.known)
+    named = [(place.name, tensor) for place, tensor in untrained]
+    _check_lost(every, [name for name, _ in named])
     _check_by_hand(ownership, every)
     tensors = ownership.among(args)
     _compare_changed(ownership, every, tensors, world)
@@ -139,10 +140,9 @@ def agree_on(
     if any(news.behind for news in every) or _copied(ownership, every):
         ownership.copies.renew(world, tensors.values())
     if len({news.borrowed for news in every}) > 1:
-        _check_alike(borrowed.among(args), world, range(world.size))
-    for number in tensors.keys() & ownership.shared.keys():
-        ownership.shared[number] = version_of(tensors[number])
-    borrowed.agreed(args)
+        _check_alike(named, world, range(world.size))
+    ownership.shared.mark(t for t in tensors.values() if t in ownership.shared)
+    borrowed.versions.mark(tensor for _, tensor in named)
 
 
 def _compare_backwards(every: Sequence[News]) -> None:

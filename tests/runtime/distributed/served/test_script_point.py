@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pfeife.runtime.distributed.served.collectives import ScriptCollective
-from pfeife.runtime.distributed.served.script_point import CHANGES, Place, Point, Rest, Script
+from pfeife.runtime.distributed.served.script_point import CHANGES, Now, Place, Point, Rest, Script
 
 CALL, BACKWARD, STEP, LOAD = CHANGES
 
@@ -37,7 +37,7 @@ def test_a_call_counts_the_others_from_zero():
 
 def at_rest(rest, operations=3):
     script = Script()
-    script.rest, script.operations = rest, operations
+    script.now = Now(rest=rest, operations=operations)
     return script
 
 
@@ -70,7 +70,7 @@ def test_a_rest_and_a_place_end_when_nobody_reads():
         with script.lock:
             reads.set()
             done.wait(10)
-            order.append(("read", script.rest, script.place))
+            order.append(("read", script.now.rest, script.now.place))
 
     thread = threading.Thread(target=read)
     with script.resting(Rest.OPERATION, operation=True):
@@ -78,13 +78,13 @@ def test_a_rest_and_a_place_end_when_nobody_reads():
         reads.wait(10)
         threading.Timer(0.1, done.set).start()
     script.move(STEP)
-    order.append(("gone on", script.rest, script.place))
+    order.append(("gone on", script.now.rest, script.now.place))
     thread.join(10)
     assert order == [
         ("read", Rest.OPERATION, Place()),
         ("gone on", Rest.NOWHERE, Place().after(STEP)),
     ]
-    assert script.operations == 1
+    assert script.now.operations == 1
 
 
 def test_another_thread_does_not_rest_for_the_script():
@@ -93,7 +93,7 @@ def test_another_thread_does_not_rest_for_the_script():
 
     def work():
         with script.resting(Rest.OPERATION, operation=True):
-            seen.append((script.rest, script.operations))
+            seen.append((script.now.rest, script.now.operations))
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -105,8 +105,8 @@ def test_who_asks_is_told_from_who_has_asked():
     script = Script()
     with script.asking():
         during = script.point(())
-        assert script.rest is Rest.ASKING
-    assert (during.asked, script.point(()).asked) == (1, 2) and script.rest is Rest.NOWHERE
+        assert script.now.rest is Rest.ASKING
+    assert (during.asked, script.point(()).asked) == (1, 2) and script.now.rest is Rest.NOWHERE
     script.move(LOAD)
     assert script.point((1,)) == Point(Place().after(LOAD), by_data=(1,))
     assert attrs.evolve(during, asked=0) == Point(Place())
