@@ -61,8 +61,9 @@ class Instruction(NamedTuple):
 class RankRunner:
     """Runs one rank's part of a lowered schedule.
 
-    Gradients are added up in the order of the schedule, which is that of the microbatches. `known`
-    is what `acknowledged` says of the schedule, for those who make the runners of several ranks.
+    Gradients are added up in the order of the schedule, which is that of the microbatches.
+    `arrivals` is what `acknowledged` says of the schedule, for those who make the runners of several
+    ranks.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class RankRunner:
         schedule: Schedule,
         rank: int,
         bodies: Mapping[str, Callable] | None = None,
-        known: Acknowledged | None = None,
+        arrivals: Acknowledged | None = None,
     ):
         self.schedule, self.rank = schedule, rank
         self.actions = schedule.ranks[rank]
@@ -79,7 +80,7 @@ class RankRunner:
         self.program = self.wiring.program
         self.constants = _constants(self.program)
         self.handlers = Handlers(self.wiring, rank, bodies or {})
-        arrived = (acknowledged(schedule) if known is None else known)[rank]
+        arrived = (acknowledged(schedule) if arrivals is None else arrivals)[rank]
         self.instructions = self._bound(arrived)
         self.sizes = tuple(port.name for port in self.program.ports(Role.SIZE))
         # A cache of this runner's own: one on the method would keep every runner.

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -19,6 +19,8 @@ from pfeife.ir.parts import Role
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.local.pipeline import LocalPipeline
 from pfeife.runtime.step import Observer, Step
+
+T = TypeVar("T")
 
 
 class Stopwatch:
@@ -80,9 +82,8 @@ def profile(
     watch = Stopwatch([pipeline.device])
     step.run(watch=watch)
     events = watch.with_reductions({pipeline.transport.rank: step.steps[0]})
-    texts = world.from_all_ranks(plain.to_json(Timeline(tuple(events))))
-    first = [texts[pipeline.mesh.in_world(0, rank)] for rank in range(pipeline.mesh.ranks)]
-    return _ordered([event for text in first for event in plain.from_json(Timeline, text).events])
+    timelines = _of_replica(pipeline, Timeline(tuple(events)), 0)
+    return _ordered([event for timeline in timelines for event in timeline.events])
 
 
 class LiveTensors(TorchDispatchMode):
@@ -197,10 +198,14 @@ def profile_memory(
         with LiveTensors(existing, pipeline.device) as tensors:
             step.run(watch=tensors)
         points = tensors.points
-    text = plain.to_json(MemoryCurve(rank, held, tuple(points)))
-    texts, mesh = pipeline.transport.world.from_all_ranks(text), pipeline.mesh
-    replica_texts = (texts[mesh.in_world(replica, rank)] for rank in range(mesh.ranks))
-    return tuple(plain.from_json(MemoryCurve, text) for text in replica_texts)
+    return tuple(_of_replica(pipeline, MemoryCurve(rank, held, tuple(points)), replica))
+
+
+def _of_replica(pipeline: DistributedPipeline, value: T, replica: int) -> list[T]:
+    """What each rank of a replica has of some data (collective)."""
+    texts, mesh = pipeline.transport.world.from_all_ranks(plain.to_json(value)), pipeline.mesh
+    ranks = [mesh.in_world(replica, rank) for rank in range(mesh.ranks)]
+    return [plain.from_json(type(value), texts[rank]) for rank in ranks]
 
 
 def _ordered(events: list[Event]) -> Timeline:

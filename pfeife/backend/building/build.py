@@ -397,7 +397,9 @@ class Build:
             slots, apart = self._slots(captured), options.apart > 1
             world.ownership.settle(program, slots, mesh, modules, world, carried, apart)
             names = [None if name in carried else name for name in captured.arguments]
-            return pipeline, world.ownership.borrowed(program, names, self.args, mine[0])
+            return pipeline, UntrainedState.of(
+                program, names, self.args, mine[0], world.ownership.known
+            )
 
     def _slots(self, captured: Captured) -> dict[str | None, Any]:
         """The call's arguments by the names of their ports, None for those that have none."""

@@ -1,6 +1,6 @@
 """Tensors of any shapes and dtypes as one message of bytes, each where its dtype may start."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -29,14 +29,19 @@ def pack(tensors: Sequence[torch.Tensor], device: torch.device | str = "cpu") ->
     return message
 
 
+def views(message: torch.Tensor, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The values of a message of such tensors, in its memory."""
+    at = 0
+    for tensor in tensors:
+        yield message[at : at + tensor.nbytes].view(tensor.dtype).reshape(tensor.shape)
+        at += _rounded(tensor.nbytes)
+
+
 def unpack(message: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """Writes the values of a message to tensors."""
-    at = 0
     with torch.no_grad():
-        for tensor in tensors:
-            dense = message[at : at + tensor.nbytes].view(tensor.dtype).reshape(tensor.shape)
+        for tensor, dense in zip(tensors, views(message, tensors), strict=True):
             tensor.copy_(dense)
-            at += _rounded(tensor.nbytes)
 
 
 def _rounded(size: int) -> int:

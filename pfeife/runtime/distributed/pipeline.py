@@ -28,6 +28,7 @@ from pfeife.runtime.distributed.batch_norms import statistics_of_all
 from pfeife.runtime.distributed.links.connection import Connection
 from pfeife.runtime.distributed.links.tangent_check import compared, sketch
 from pfeife.runtime.distributed.liveness.heartbeat import Activity
+from pfeife.runtime.distributed.packing import pack, views
 from pfeife.runtime.distributed.process_group import join_world
 from pfeife.runtime.distributed.transport import DistributedTransport
 from pfeife.runtime.distributed.world import World
@@ -283,28 +284,23 @@ class DistributedStep(PipelineStep):
         that is not finite; the figures of each rank. Every rank gives something, those without a
         loss zero: nobody goes on before all have come."""
         program, mesh = self.pipeline.program, self.pipeline.mesh
-        ports = program.ports(Role.LOSS)
-        dtype = ports[0].dtype if ports else torch.uint8
-        loss = torch.zeros(1, dtype=dtype, device=self.pipeline.device)
+        ports, device = program.ports(Role.LOSS), self.pipeline.device
+        loss = torch.zeros(1, dtype=ports[0].dtype if ports else torch.uint8, device=device)
         if rank_result.loss is not None:
             loss.copy_(rank_result.loss)
-        flag = _overflows(rank_result.gradients.values()).to(loss.device, torch.uint8).reshape(1)
-        measured = [self.worked, float(peak_bytes(loss.device))]
-        figures = torch.tensor(measured, dtype=torch.float64, device=loss.device).view(torch.uint8)
-        parts = [figures, loss.view(torch.uint8), flag]  # in this order, for the sake of alignment
-        gathered = self.transport.world.gather(torch.cat(parts))
-        every = (
-            torch.stack([message[: len(figures)] for message in gathered])
-            .view(torch.float64)
-            .tolist()
-        )
-        overflow = torch.stack([message[-1] for message in gathered]).any()
+        flag = _overflows(rank_result.gradients.values()).to(device)
+        measured = [self.worked, float(peak_bytes(device))]
+        parts = [torch.tensor(measured, dtype=torch.float64, device=device), loss, flag]
+        gathered = self.transport.world.gather(pack(parts, device))
+        figures, losses, flags = zip(*(views(message, parts) for message in gathered), strict=True)
+        # One copy to the host: it waits there for the device.
+        every, overflow = torch.stack(figures).tolist(), torch.stack(flags).any()
         if not ports:
             return None, overflow, every
-        first = owner(program, ports[0])
-        from_owners = [gathered[mesh.in_world(replica, first)] for replica in range(mesh.replicas)]
-        losses = [message[len(figures) : -1].clone() for message in from_owners]
-        whole = [data.view(dtype).reshape(ports[0].shape_at(self.step.sizes)) for data in losses]
+        first, shape = owner(program, ports[0]), ports[0].shape_at(self.step.sizes)
+        owners = [mesh.in_world(replica, first) for replica in range(mesh.replicas)]
+        # What is returned must not keep the whole message.
+        whole = [losses[rank].clone().reshape(shape) for rank in owners]
         return (mean if program.averages else add)(whole), overflow, every
 
     def _shared(

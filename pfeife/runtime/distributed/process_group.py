@@ -3,7 +3,6 @@
 import atexit
 import os
 import re
-import threading
 from datetime import timedelta
 
 import torch
@@ -17,6 +16,7 @@ from pfeife.runtime.distributed.liveness.starting import start_group
 from pfeife.runtime.distributed.state.ownership import Ownership
 from pfeife.runtime.distributed.world import GRACE, World
 from pfeife.runtime.failure import Failure, PipelineError
+from pfeife.runtime.threads import started
 
 TIMEOUT = 300.0  # seconds of silence after which a rank is given up, unless an option says other
 
@@ -137,6 +137,4 @@ def leave_world() -> None:
     used = any(world.inside for world in _worlds)
     _leave()
     if dist.is_initialized() and not used:
-        ending = threading.Thread(target=dist.destroy_process_group, daemon=True)
-        ending.start()
-        ending.join(GRACE)
+        started("destroys", dist.destroy_process_group).join(GRACE)

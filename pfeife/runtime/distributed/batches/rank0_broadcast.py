@@ -104,13 +104,6 @@ class _Told:
             return _Told(world.generation)
         return attrs.evolve(self, structures=()) if len(self.structures) == _MOST else self
 
-    def number(self, structure: Structure | None) -> int:
-        """That of a structure, the next one for a new one, `_END` for none."""
-        if structure is None:
-            return _END
-        known = structure in self.structures
-        return self.structures.index(structure) if known else len(self.structures)
-
 
 class Announced:
     """What rank 0 announces at one place of the script."""
@@ -121,20 +114,22 @@ class Announced:
     def __call__(self, world: World, find: Callable[[], Structure | None]) -> Structure | None:
         """What rank 0 finds, on every rank, None for the end (collective). If it raises there, all
         ranks raise a CollectiveError that tells of it, rank 0 with the exception as its cause."""
-        told, structure, refused = self.told.before(world), None, None
+        before, structure, refused = self.told.before(world), None, None
         if world.rank == 0:
             try:
                 structure = find()
             except Exception as error:
                 refused = error
-        structures, number = told.structures, told.number(structure)
+        structures = before.structures
+        # The next number is that of a new one.
+        number = [*structures, structure].index(structure) if structure else _END
         with world.building(self.place):
-            where = f"{self.place}: {told.calls} before, {len(structures)} of them new"
+            where = f"{self.place}: {before.calls} before, {len(structures)} of them new"
             number = world.agreed(where, self.place, number=number, refused=refused).numbers[0]
             if number == len(structures):  # rank 0 alone has it
                 text = world.from_rank_zero(plain.to_json(structure) if structure else "")
                 structures = (*structures, plain.from_json(Structure, text))
-        self.told = _Told(told.generation, told.calls + 1, structures)
+        self.told = _Told(before.generation, before.calls + 1, structures)
         return None if number == _END else structures[number]
 
 

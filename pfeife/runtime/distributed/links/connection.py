@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pfeife import _torch
+from pfeife.runtime.threads import started
 
 log = logging.getLogger("pfeife")
 
@@ -91,11 +92,7 @@ class Connection:
         if self.group is None or not self.nccl or self.ending:
             return None
         self.ending = True
-        thread = threading.Thread(
-            target=_called, args=(self.group, how, self.device), name=f"pfeife {how}", daemon=True
-        )
-        thread.start()
-        return thread
+        return started(how, _called, self.group, how, self.device)
 
 
 def _called(group: Any, how: str, device: torch.device) -> None:

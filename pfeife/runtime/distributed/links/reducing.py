@@ -196,17 +196,17 @@ def _done(work: Any, like: torch.Tensor) -> None:
 
 
 class Reducing:
-    """A bucket on its way: once what was `begun` is over, `found` has what this rank gets of it.
+    """A bucket on its way: once what was `begun` is over, `sums` has what this rank gets of it.
     `beside` is what must live as long."""
 
     def __init__(
         self,
         begun: _Job | _Queued,
         wait: Callable[[Any], None],
-        found: Mapping[str, torch.Tensor],
+        sums: Mapping[str, torch.Tensor],
         beside: torch.Tensor | None = None,
     ):
-        self.begun, self.waiting, self.found, self.beside = begun, wait, found, beside
+        self.begun, self.waiting, self.sums, self.beside = begun, wait, sums, beside
 
     @property
     def ended(self) -> float:
@@ -216,4 +216,4 @@ class Reducing:
     def wait(self) -> Mapping[str, torch.Tensor]:
         """What this rank gets of the bucket, once that is there."""
         self.waiting(self.begun)
-        return self.found
+        return self.sums

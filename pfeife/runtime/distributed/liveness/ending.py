@@ -7,6 +7,8 @@ import threading
 from concurrent.futures import thread as pools
 from typing import NoReturn
 
+from pfeife.runtime.threads import started
+
 CHANCE = 5.0  # seconds for the other threads to end, and again for what is registered with atexit
 
 
@@ -14,9 +16,7 @@ def end_process() -> NoReturn:
     """Ends this process as failed. As at the end of any program the other threads, which may
     write a checkpoint, and what is registered with atexit come first, but not for long."""
     for work in (_join_threads, atexit._run_exitfuncs):  # there is no public way to run these
-        thread = threading.Thread(target=work, daemon=True)
-        thread.start()
-        thread.join(CHANCE)
+        started("ending", work).join(CHANCE)
     sys.stderr.flush()
     sys.stdout.flush()
     os._exit(1)

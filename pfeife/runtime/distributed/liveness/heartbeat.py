@@ -17,6 +17,7 @@ from torch import distributed as dist
 
 from pfeife.data import plain
 from pfeife.runtime.failure import Failure
+from pfeife.runtime.threads import started
 
 INTERVAL = 0.5  # seconds between two signs of life
 ANSWER = 5.0  # seconds in which the store answers, unless it is lost
@@ -87,8 +88,7 @@ class Monitor:
         self.mute = threading.Event()  # while the store owes an answer for too long
         self.gone = threading.Event()  # once the store is gone: it does not come back
         self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._run, name="pfeife heartbeat", daemon=True)
-        self.thread.start()
+        self.thread = started("heartbeat", self._run)
 
     def end(self) -> None:
         """Stops the thread, unless it waits for a store that does not answer."""
@@ -172,7 +172,7 @@ class Monitor:
             self.mute.clear()
             if self.failure is not None and not is_heard:
                 is_heard = True
-                threading.Thread(target=self.hear, args=(self.failure,), daemon=True).start()
+                started("failure", self.hear, self.failure)
 
     def _round(self, last: _Pulse) -> _Pulse:
         """Gives a sign of life, and looks for a failure, unless the store is gone."""

@@ -11,6 +11,7 @@ from pfeife.data import plain
 from pfeife.runtime.distributed.liveness.ending import end_process
 from pfeife.runtime.distributed.liveness.heartbeat import INTERVAL, store_gone
 from pfeife.runtime.failure import Failure, PipelineError
+from pfeife.runtime.threads import started
 
 log = logging.getLogger("pfeife")
 
@@ -26,8 +27,7 @@ def start_group(backend: str, store: Any, rank: int, size: int) -> None:
     store, and their processes end within seconds.
     """
     over = threading.Event()
-    watch = threading.Thread(target=_watch, args=(store.clone(), rank, over), daemon=True)
-    watch.start()
+    started("start", _watch, store.clone(), rank, over)
     try:
         # Without a timeout of ours: the user's own collectives keep that of torch.
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pfeife.runtime.distributed.liveness.diagnosis import Wait
 from pfeife.runtime.distributed.liveness.heartbeat import INTERVAL, Activity, Heartbeats, Monitor
 from pfeife.runtime.failure import Failure
+from pfeife.runtime.threads import started
 
 log = logging.getLogger("pfeife")
 
@@ -35,8 +36,7 @@ class WaitWatchdog:
         self.monitor, self.timeout, self.look, self.stop = monitor, timeout, look, stop
         self.gone = gone
         self.over = threading.Event()
-        self.thread = threading.Thread(target=self._run, name="pfeife patience", daemon=True)
-        self.thread.start()
+        self.thread = started("patience", self._run)
 
     def end(self) -> None:
         """Stops the thread, unless it waits for a store that does not answer."""

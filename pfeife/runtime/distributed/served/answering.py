@@ -16,6 +16,7 @@ from pfeife.runtime.distributed.served.questions import Answer, Question, StateE
 from pfeife.runtime.distributed.served.script_point import Rest
 from pfeife.runtime.distributed.served.writes import STATE_BY_HAND, LateWrites, Writes
 from pfeife.runtime.failure import CollectiveError, failure_of
+from pfeife.runtime.threads import started
 
 # No tuple is made by `tuple(...)` of a generator on these threads, which takes its last reference
 # for granted: a script that calls gc.get_objects() meanwhile has another one, a SystemError.
@@ -59,12 +60,7 @@ class Answering:
         threads = {"receives questions": self._receive, "answers": self._serve}
         if world.nccl:
             threads["watches the next rank"] = self._watch
-        self.threads = [
-            threading.Thread(target=self._run, args=(work,), name=f"pfeife {name}", daemon=True)
-            for name, work in threads.items()
-        ]
-        for thread in self.threads:
-            thread.start()
+        self.threads = [started(name, self._run, work) for name, work in threads.items()]
 
     def end(self) -> None:
         """Answers nobody any more. The threads end once the connection is cut."""

@@ -34,11 +34,11 @@ _MOMENTS, _COPIES = 2**12, 2**8  # places between two calls, and copies of a ten
 
 
 class DeepCopies:
-    """Those that were made since all ranks have last come together. `known` has the owners of all
+    """Those that were made since all ranks have last come together. `owners` has those of all
     tensors, `asking` these tensors by their numbers."""
 
-    def __init__(self, known: MutableMapping[torch.Tensor, Owned], asking: Asking):
-        self.known, self.asking, self.foreign = known, asking, asking.foreign
+    def __init__(self, owners: MutableMapping[torch.Tensor, Owned], asking: Asking):
+        self.owners, self.asking, self.foreign = owners, asking, asking.foreign
         self.new: dict[int, torch.Tensor] = {}
         self.found: list[nn.Module] = []  # averages among them
         # The modules that there are, looked for once at each place of the script.
@@ -46,9 +46,9 @@ class DeepCopies:
 
     def note(self, memo: Mapping[int, Any]) -> None:
         """Notes the copies that `copy.deepcopy` has made so far, by the ids of originals."""
-        for tensor, owned in list(self.known.items()):
+        for tensor, owned in list(self.owners.items()):
             copied = memo.get(id(tensor))
-            if not isinstance(copied, torch.Tensor) or copied in self.known:
+            if not isinstance(copied, torch.Tensor) or copied in self.owners:
                 continue
             if is_absent(copied) == (tensor in self.foreign.found):
                 self._note(copied, owned)
@@ -77,10 +77,10 @@ class DeepCopies:
         from now on, whether the script has written to it yet or not."""
         for name, tensor in originals.items():
             copied = copies[name]
-            if tensor in self.known and copied not in self.known:
+            if tensor in self.owners and copied not in self.owners:
                 if tensor in self.foreign.found and not is_absent(copied):
                     become_absent(copied, self.foreign.found[tensor].derived())
-                self._note(copied, self.known[tensor])
+                self._note(copied, self.owners[tensor])
 
     def _note(self, copied: torch.Tensor, owned: Owned) -> None:
         """Gives a copy a number until the ranks come together."""
@@ -94,7 +94,7 @@ class DeepCopies:
 
     def give(self, copied: torch.Tensor, owned: Owned) -> None:
         """Gives a copy its owners."""
-        self.known[copied], self.asking.numbered[owned.number] = owned, copied
+        self.owners[copied], self.asking.numbered[owned.number] = owned, copied
         if is_absent(copied):
             self.foreign.add(copied, owned)
 
@@ -105,7 +105,7 @@ class DeepCopies:
         alike = len(set(digests)) == 1
         # In the order of their provisional numbers, which is the same on all ranks.
         for number, (before, copied) in enumerate(sorted(self.new.items()), first):
-            owned = self.known.pop(copied)
+            owned = self.owners.pop(copied)
             self.asking.numbered.pop(before, None)
             self.foreign.found.pop(copied, None)
             if alike and owned.number == before:

@@ -1,7 +1,7 @@
 """`state_dict()` of an optimizer on one rank: with the state that others keep."""
 
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from pfeife import _torch
 from pfeife.frontend.deferred.gc_objects import living
 from pfeife.runtime.distributed.served.questions import Named, Question, StateEntry, copied, encoded
 from pfeife.runtime.distributed.served.state_client import Asking
+from pfeife.runtime.distributed.state.owned import parameters_of
 from pfeife.runtime.failure import CollectiveError
 
 
@@ -49,7 +50,7 @@ class Optimizers:
 
     def _ours(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether it has anything that ranks train."""
-        return any(parameter in self.asking.known for parameter in _parameters(optimizer))
+        return any(parameter in self.asking.owners for parameter in parameters_of(optimizer))
 
     def _listed(self) -> list[torch.optim.Optimizer]:
         optimizers = [reference() for reference in self.known]
@@ -61,7 +62,7 @@ class Optimizers:
             return
         if not any(listed is optimizer for listed in self._listed()):
             self._add(optimizer)
-            if any(optimizer.state.get(parameter) for parameter in _parameters(optimizer)):
+            if any(optimizer.state.get(parameter) for parameter in parameters_of(optimizer)):
                 self.loaded.add(id(optimizer))
             if _torch.is_in_backward():  # those of what other ranks train do not step here
                 self._add_living()
@@ -87,7 +88,7 @@ class Optimizers:
         """When it has stepped."""
         if self._ours(optimizer):
             self._let_go(optimizer)  # what it makes where there is no gradient
-            trained = [p for p in _parameters(optimizer) if p in self.asking.known]
+            trained = [p for p in parameters_of(optimizer) if p in self.asking.owners]
             if _torch.is_in_backward():
                 self.asking.writes.forget(trained)
             else:
@@ -95,7 +96,7 @@ class Optimizers:
 
     def _let_go(self, optimizer: torch.optim.Optimizer) -> None:
         """Of the state for what other ranks train."""
-        for parameter in [p for p in _parameters(optimizer) if p in self.asking.foreign]:
+        for parameter in [p for p in parameters_of(optimizer) if p in self.asking.foreign]:
             optimizer.state.pop(parameter, None)
 
     def _before_load(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
@@ -112,8 +113,7 @@ class Optimizers:
         """A hook: the state_dict() with the state of what other ranks train, which replaces what
         may be there for these, and by the indices that it has on one device; all are copies on the
         CPU. Raises as `Service.states`."""
-        trained = [p for group in optimizer.param_groups for p in group["params"]]
-        if self.asking.foreign.reading or not self.asking.is_asked_for(trained):
+        if self.asking.foreign.reading or not self.asking.is_asked_for(parameters_of(optimizer)):
             return None
         groups = zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
         pairs = [
@@ -122,7 +122,7 @@ class Optimizers:
             for pair in zip(group["params"], packed["params"], strict=True)
         ]
         missing = {index: p for p, index in pairs if p in self.asking.foreign}
-        numbers = {index: self.asking.number(p) for p, index in pairs if p in self.asking.known}
+        numbers = {index: self.asking.number(p) for p, index in pairs if p in self.asking.owners}
 
         def by_number(states: Mapping[Any, Any]) -> dict[int, Any]:
             return {numbers[index]: state for index, state in states.items() if index in numbers}
@@ -151,7 +151,7 @@ class Optimizers:
     def _described(
         self, optimizer: torch.optim.Optimizer
     ) -> tuple[str, tuple[tuple[int, ...], ...]]:
-        owners = self.asking.known
+        owners = self.asking.owners
         groups = (
             (
                 *(
@@ -170,7 +170,7 @@ class Optimizers:
         if not all(number in numbered for number in question.tensors):
             return None
         tensors = [numbered[number] for number in question.tensors]
-        wanted = [(self.asking.known[tensor], tensor) for tensor in tensors]
+        wanted = [(self.asking.owners[tensor], tensor) for tensor in tensors]
         if question.optimizer is None:
             names = (owned.name for owned, _ in wanted)
             return StateEntry((*(tensor for _, tensor in wanted),), (*names,))
@@ -185,7 +185,3 @@ class Optimizers:
             states.append(encoded(state[parameter], parts) if parameter in state else None)
             of += [f"the state of {owned.name}"] * (len(parts) - len(of))
         return StateEntry(tuple(parts), tuple(of), tuple(states))
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])

@@ -71,7 +71,7 @@ class Saving:
             if not missing:
                 return
             raise ValueError(
-                f"{where_trained(self.asking.known[missing[0]])}, so that state_dict() "
+                f"{where_trained(self.asking.owners[missing[0]])}, so that state_dict() "
                 "cannot give the tensor itself (keep_vars=True): call "
                 "pfeife.full_state_dict(model) on every rank"
             )
@@ -91,7 +91,7 @@ class Saving:
         made something else of those that are absent."""
         batch = self.batch
         for name, tensor in _torch.saved_state(module).items():
-            number = self.asking.number(tensor) if tensor in self.asking.known else -1
+            number = self.asking.number(tensor) if tensor in self.asking.owners else -1
             if number in batch.values:
                 absent = self.asking.is_missing(tensor)
                 _fill_in(state_dict, prefix + name, tensor, batch.values[number], absent)
@@ -101,7 +101,7 @@ class Saving:
     def _known(self, modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
         """What ranks train of the state of modules."""
         state = (tensor for module in modules for tensor in _torch.saved_state(module).values())
-        return (tensor for tensor in state if tensor in self.asking.known)
+        return (tensor for tensor in state if tensor in self.asking.owners)
 
     def absent_beside(self, tensors: Collection[torch.Tensor]) -> set[torch.Tensor]:
         """What this rank lacks of the state of modules that have some tensors."""

@@ -18,16 +18,16 @@ class Asking:
     """Asks, of each absent tensor, the first rank that trains it, of this one's own pipeline if
     there is one.
 
-    `known` are the owners of all tensors, `foreign` those that are absent; `service` is that of
+    `owners` are those of all tensors, `foreign` those that are absent; `service` is that of
     the world, a new one after every failure; `writes` counts what the script writes by hand,
     `numbered` are the tensors by their numbers.
     """
 
     service: Service
 
-    def __init__(self, known: Mapping[torch.Tensor, Owned], foreign: Foreign):
-        self.known, self.foreign = known, foreign
-        self.writes = Writes(known, foreign)
+    def __init__(self, owners: Mapping[torch.Tensor, Owned], foreign: Foreign):
+        self.owners, self.foreign = owners, foreign
+        self.writes = Writes(owners, foreign)
         self.numbered: weakref.WeakValueDictionary[int, torch.Tensor] = (
             weakref.WeakValueDictionary()
         )
@@ -35,7 +35,7 @@ class Asking:
 
     def number(self, tensor: torch.Tensor) -> int:
         """That of a tensor that ranks train."""
-        return self.known[tensor].number
+        return self.owners[tensor].number
 
     def is_missing(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is absent here, and nothing has been loaded into it since."""
@@ -43,7 +43,7 @@ class Asking:
 
     def is_asked_for(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether a rank, this one or another, lacks any of some tensors that ranks train."""
-        owned_tensors = (self.known[tensor] for tensor in tensors if tensor in self.known)
+        owned_tensors = (self.owners[tensor] for tensor in tensors if tensor in self.owners)
         return any(len(owned.everywhere) < owned.mesh.size for owned in owned_tensors)
 
     def tensors(self, missing: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -52,7 +52,7 @@ class Asking:
         values: dict[int, torch.Tensor] = {}
         with self.service.script.asking():
             for rank, wanted in self._by_rank(missing).items():
-                names = [self.known[tensor].name for tensor in wanted.values()]
+                names = [self.owners[tensor].name for tensor in wanted.values()]
                 values |= self.service.tensors(rank, wanted, names)
         return values
 
@@ -78,7 +78,7 @@ class Asking:
 
     def _parts(self, values: Mapping[int, Any], of: str) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors in values by the numbers of tensors, with the names of these."""
-        names = {owned.number: f"{of}{owned.name}" for owned in self.known.values()}
+        names = {owned.number: f"{of}{owned.name}" for owned in self.owners.values()}
         for number, value in values.items():
             for part in pytree.tree_leaves(value):
                 if isinstance(part, torch.Tensor):
@@ -98,7 +98,7 @@ class Asking:
     def _by_rank(self, tensors: Iterable[torch.Tensor]) -> dict[int, dict[int, torch.Tensor]]:
         by_rank: dict[int, dict[int, torch.Tensor]] = {}  # a tied tensor once
         for tensor in tensors:
-            owned = self.known[tensor]
+            owned = self.owners[tensor]
             rank = owned.nearest(self.service.world.rank)
             by_rank.setdefault(rank, {})[owned.number] = tensor
         return {rank: by_rank[rank] for rank in sorted(by_rank)}

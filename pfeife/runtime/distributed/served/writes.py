@@ -37,11 +37,11 @@ A_COPY = (
 
 
 class Writes:
-    """Counts what is written to the tensors that ranks train (`known`, with their owners) between
+    """Counts what is written to the tensors that ranks train (`owners` has who) between
     two changes; `foreign` are those that this rank has no values of."""
 
-    def __init__(self, known: Mapping[torch.Tensor, Any], foreign: Foreign):
-        self.known, self.foreign = known, foreign
+    def __init__(self, owners: Mapping[torch.Tensor, Any], foreign: Foreign):
+        self.owners, self.foreign = owners, foreign
         # Since the last change, and since all ranks were together before that.
         self.counts, self.data_counts = Versions(), Versions(foreign.data_writes)
         self.earlier: Counter[int] = Counter()
@@ -53,7 +53,9 @@ class Writes:
     def _since(self) -> dict[int, int]:
         """How often tensors were written to since the last change, by their numbers, if at all."""
         pairs = self.counts.written()
-        return {self.known[tensor].number: count for tensor, count in pairs if tensor in self.known}
+        return {
+            self.owners[tensor].number: count for tensor, count in pairs if tensor in self.owners
+        }
 
     def told(self, numbers: Iterable[int]) -> dict[int, int]:
         """How often each of some tensors was written to since the ranks have last used it, if at
@@ -64,7 +66,7 @@ class Writes:
 
     def forget(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
         """After a change of some tensors, all unless given: counts from zero."""
-        changed = list(self.known if tensors is None else tensors)
+        changed = list(self.owners if tensors is None else tensors)
         self.counts.mark(changed)
         self.data_counts.mark(changed)
 

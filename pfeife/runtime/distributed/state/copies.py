@@ -18,20 +18,20 @@ from pfeife.frontend.deferred.remote_batch import take_values
 from pfeife.runtime.distributed.liveness.heartbeat import Activity
 from pfeife.runtime.distributed.packing import empty, pack, unpack
 from pfeife.runtime.distributed.peers import Peers
-from pfeife.runtime.distributed.state.owned import Owned
+from pfeife.runtime.distributed.state.owned import Owned, parameters_of
 from pfeife.runtime.distributed.state.remote_parameters import Arrival, Foreign, Versions
 
 _PLACE = "optimizer.step() of parameters that replicas share out"
 
 
 class Copies:
-    """Keeps the copies of this process those of their owners. `known` has the owners of all
+    """Keeps the copies of this process those of their owners. `owners` has those of all
     tensors, `shared` counts what is written to those that several ranks have."""
 
     def __init__(
-        self, known: Mapping[torch.Tensor, Owned], foreign: Foreign, shared: Versions
+        self, owners: Mapping[torch.Tensor, Owned], foreign: Foreign, shared: Versions
     ) -> None:
-        self.known, self.foreign, self.shared = known, foreign, shared
+        self.owners, self.foreign, self.shared = owners, foreign, shared
         self.world: Peers | None = None  # the latest
         self.used = False  # whether there are any, on any rank
         self.behind = False  # whether copies have not all come
@@ -40,7 +40,7 @@ class Copies:
         """A tensor that another replica trains."""
         self.foreign.copies[tensor] = None
         if tensor.requires_grad:
-            owned = self.known[tensor]
+            owned = self.owners[tensor]
             tensor.register_hook(Arrival(f"{owned.name} is trained by rank {owned.first}"))
 
     def after(self, optimizer: torch.optim.Optimizer) -> None:
@@ -49,8 +49,7 @@ class Copies:
         world = self.world
         if not self.used or world is None:
             return
-        every = (p for group in optimizer.param_groups for p in group["params"])
-        tensors = self._copied(every)
+        tensors = self._copied(parameters_of(optimizer))
         if tensors:
             with world.busy(lambda: Activity(_PLACE)), self._catching_up():
                 world.agreed(" ".join(map(str, tensors)), _PLACE)
@@ -66,11 +65,11 @@ class Copies:
 
     def _copied(self, tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Those of some tensors that one replica trains for all, by their numbers, in order."""
-        by_number = {self.known[p].number: p for p in tensors if p in self.known}
+        by_number = {self.owners[p].number: p for p in tensors if p in self.owners}
         return {
             n: by_number[n]
             for n in sorted(by_number)
-            if self.known[by_number[n]].replica is not None
+            if self.owners[by_number[n]].replica is not None
         }
 
     def renew(self, world: Peers, tensors: Iterable[torch.Tensor]) -> None:
@@ -78,16 +77,16 @@ class Copies:
         copied = self._copied(tensors)
         if not copied:
             return
-        mesh = next(self.known[tensor].mesh for tensor in copied.values())
+        mesh = next(self.owners[tensor].mesh for tensor in copied.values())
         replica, rank = mesh.place(world.rank)
         columns = [
             sorted(mesh.in_world(r, k) for r in range(mesh.replicas)) for k in range(mesh.ranks)
         ]
         # All ranks make the connections of all columns, in one order; each uses its own.
         connection = [world.connection_of(ranks, "copies") for ranks in columns][rank]
-        here = [tensor for tensor in copied.values() if self.known[tensor].holds(world.rank)]
+        here = [tensor for tensor in copied.values() if self.owners[tensor].holds(world.rank)]
         pieces = [
-            _pieces([tensor for tensor in here if self.known[tensor].replica == owner])
+            _pieces([tensor for tensor in here if self.owners[tensor].replica == owner])
             for owner in range(mesh.replicas)
         ]
         with self._catching_up():

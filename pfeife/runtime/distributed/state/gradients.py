@@ -9,6 +9,7 @@ import torch
 
 from pfeife._torch import is_absent
 from pfeife.runtime.distributed.state.optimizer_probe import why_not_apart
+from pfeife.runtime.distributed.state.owned import parameters_of
 from pfeife.runtime.failure import CollectiveError
 
 log = logging.getLogger("pfeife")
@@ -23,7 +24,7 @@ class Gradients:
         # The optimizers that stepped since the ranks have last compared, with their settings.
         self.stepped: set[str] = set()
         self.settings: dict[int, list[str]] = {}  # of groups that ranks share, by a tensor's number
-        self.warned: set[str] = set()
+        self.warned: list[str] = []  # once
         self.tried: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def forget(self) -> None:
@@ -36,13 +37,13 @@ class Gradients:
         That is no error: an optimizer of each parameter, stepped when its gradient is there, is
         stepped where the parameter is."""
         differing = [peer for peer, digest in enumerate(digests) if digest != digests[rank]]
-        if differing:
-            self._warn(
-                "steps",
+        if differing and not self.warned:
+            self.warned.append(
                 f"rank {rank} has stepped {', '.join(sorted(self.stepped)) or 'no optimizer'} "
                 f"since the last step, and ranks {differing} others, or otherwise set: every rank "
-                "trains a part of the model, so that all make the same steps",
+                "trains a part of the model, so that all make the same steps"
             )
+            log.warning(self.warned[0])
 
     def check_settings(self, by_rank: Sequence[Iterable[tuple[int, str]]]) -> None:
         """Raises CollectiveError where a group whose parameters several ranks step is set otherwise
@@ -78,7 +79,7 @@ class Gradients:
 
     def before(self, optimizer: torch.optim.Optimizer) -> None:
         """Notes what an optimizer is about to step with, and refuses what cannot be right."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of(optimizer)
         self.check_whole(optimizer)
         self._check_state(optimizer, parameters)
         self._check_apart(optimizer, parameters)
@@ -95,8 +96,7 @@ class Gradients:
         here."""
         if not isinstance(optimizer, torch.optim.LBFGS):
             return
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        for owned in (self.owned[p] for p in parameters if p in self.owned):
+        for owned in (self.owned[p] for p in parameters_of(optimizer) if p in self.owned):
             if len(owned.ranks) < owned.mesh.ranks or owned.replica is not None:
                 raise ValueError(
                     f"torch.optim.LBFGS needs all gradients in one process, but {owned.name} is "
@@ -150,12 +150,6 @@ class Gradients:
                 "trains, and none for parameters of this rank: load the whole "
                 "optimizer.state_dict(), which every rank gives, on every rank"
             )
-
-    def _warn(self, kind: str, text: str) -> None:
-        """Once for each kind."""
-        if kind not in self.warned:
-            log.warning(text)
-        self.warned.add(kind)
 
 
 def _described(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:

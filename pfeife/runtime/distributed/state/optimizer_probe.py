@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from pfeife.frontend.checks.foreign_generators import watching
 from pfeife.frontend.checks.restore import torchs_generators
+from pfeife.runtime.distributed.state.owned import parameters_of
 
 log = logging.getLogger("pfeife")
 
@@ -59,7 +60,7 @@ def _stepped(optimizer: Optimizer, *, wild: bool) -> tuple[list[torch.Tensor], b
     second one has `wild` values and gradients."""
     numbers = torch.Generator().manual_seed(0)
     small = _small(optimizer, numbers)
-    parameters = list(dict.fromkeys(p for group in small.param_groups for p in group["params"]))
+    parameters = list(dict.fromkeys(parameters_of(small)))
     generators = [torch.default_generator, *_own_generators(small)]
     before = [generator.get_state() for generator in generators]
     with watching() as moved:
@@ -91,7 +92,7 @@ def _small(optimizer: Optimizer, numbers: torch.Generator) -> Optimizer:
     """A copy over small parameters, with all that it and optimizers within it have."""
     memo: dict[int, Any] = {}
     for part in _with_inner(optimizer):
-        for parameter in (p for group in part.param_groups for p in group["params"]):
+        for parameter in parameters_of(part):
             memo[id(parameter)] = _cut(parameter, parameter.shape, numbers)
             for value in dict(part.state).get(parameter, {}).values():
                 if isinstance(value, torch.Tensor):

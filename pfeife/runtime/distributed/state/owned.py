@@ -110,6 +110,11 @@ def trained_by(program: Program) -> list[Port]:
     return [p for p in program.ports(Role.PARAMETER, Role.BUFFER) if p.fqn in changed]
 
 
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Those of all its groups, in their order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def is_frozen(port: Port, value: torch.Tensor) -> bool:
     """Whether a port is a parameter that is not to be trained."""
     return port.role == Role.PARAMETER and value.is_leaf and not value.requires_grad

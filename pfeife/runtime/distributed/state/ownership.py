@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pfeife._torch import is_absent
 from pfeife.data.machine import Mesh
 from pfeife.frontend.deferred.tensors import is_waiting, make, standing_for
 from pfeife.ir.parts import Role
@@ -32,8 +31,6 @@ from pfeife.runtime.distributed.state.owned import (
 from pfeife.runtime.distributed.state.remote_gradients import Norms
 from pfeife.runtime.distributed.state.remote_parameters import (
     Foreign,
-    Untrained,
-    UntrainedState,
     Versions,
     where_trained,
 )
@@ -239,24 +236,6 @@ class Ownership:
             return True
         self.checked[program] = len(self.owned)
         return False
-
-    def borrowed(
-        self, program: Program, names: Sequence[str | None], args: Sequence[Any], rank: int
-    ) -> UntrainedState:
-        """What of a program's state nobody trains; `names` are the arguments' ports."""
-        calls = {call.node for call in program.calls if call.rank == rank}
-        nodes = {n.name: n for n in program.module.graph.nodes if n.op == "placeholder"}
-        ports = {p.name: p.fqn for p in program.ports(Role.PARAMETER, Role.BUFFER)}
-        untrained = [
-            Untrained(
-                ports[name], at, any(u.name in calls for u in nodes[name].users), is_absent(value)
-            )
-            for at, (name, value) in enumerate(zip(names, args, strict=True))
-            if name in ports and value not in self.known
-        ]
-        state = UntrainedState(tuple(untrained))
-        state.versions.mark(args[place.at] for place in untrained)
-        return state
 
     def among(self, args: Sequence[Any]) -> dict[int, torch.Tensor]:
         """Those of some arguments that ranks own, by their numbers, in order."""

@@ -30,11 +30,11 @@ _PLACE = (
 
 
 class Norms:
-    """The norms of the gradients of all ranks. `known` are the tensors that some rank trains with
+    """The norms of the gradients of all ranks. `owners` are the tensors that some rank trains with
     their owners, `owned` these by their numbers, the same on every rank."""
 
-    def __init__(self, known: Mapping[torch.Tensor, Any], owned: Mapping[int, Any]):
-        self.known, self.owned = known, owned
+    def __init__(self, owners: Mapping[torch.Tensor, Any], owned: Mapping[int, Any]):
+        self.owners, self.owned = owners, owned
         self.world: Peers | None = None  # the latest
         self.told: dict[float, dict[int, float]] = {}  # by order and number
 
@@ -56,7 +56,7 @@ class Norms:
         with world.busy(lambda: Activity(_PLACE)):
             world.agreed(f"the norm of order {order}", _PLACE)
             norms = torch.zeros(len(self.owned), dtype=torch.float64, device=world.device)
-            for tensor, owned in self.known.items():
+            for tensor, owned in self.owners.items():
                 # A deep copy that the ranks have not numbered together yet is not among the owned.
                 if owned.number in self.owned and is_here(tensor.grad):
                     norms[owned.number] = _norm(tensor.grad, order)
@@ -119,7 +119,7 @@ def gradient_of(parameter: torch.Tensor, norms: Norms, computed: bool = False) -
     """That of a parameter that other ranks train."""
     dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype  # of newer torch
     like = _torch.as_meta(parameter).to(dtype)
-    owned = norms.known[parameter]
+    owned = norms.owners[parameter]
     return absent(like, parameter.device, RemoteGradient(owned, norms, like.numel(), computed))
 
 

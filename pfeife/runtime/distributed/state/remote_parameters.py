@@ -12,6 +12,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from pfeife import _torch
 from pfeife._torch import is_absent
 from pfeife.frontend.deferred.remote_batch import Absence, become_absent
+from pfeife.ir.parts import Role
+from pfeife.ir.program import Program
 from pfeife.runtime.distributed.state.owned import Owned
 
 NOT_PICKLED = (
@@ -190,6 +192,30 @@ class UntrainedState:
 
     places: tuple[Untrained, ...] = ()
     versions: Versions = attrs.Factory(Versions)
+
+    @classmethod
+    def of(
+        cls,
+        program: Program,
+        names: Sequence[str | None],
+        args: Sequence[Any],
+        rank: int,
+        trained: Container[torch.Tensor],
+    ) -> "UntrainedState":
+        """That of a program on a rank of its pipeline; `names` are the arguments' ports."""
+        calls = {call.node for call in program.calls if call.rank == rank}
+        nodes = {n.name: n for n in program.module.graph.nodes if n.op == "placeholder"}
+        ports = {p.name: p.fqn for p in program.ports(Role.PARAMETER, Role.BUFFER)}
+        places = [
+            Untrained(
+                ports[name], at, any(u.name in calls for u in nodes[name].users), is_absent(value)
+            )
+            for at, (name, value) in enumerate(zip(names, args, strict=True))
+            if name in ports and value not in trained
+        ]
+        state = cls(tuple(places))
+        state.versions.mark(args[place.at] for place in places)
+        return state
 
     def among(
         self, args: Sequence[Any], trained: Container[torch.Tensor]

@@ -21,6 +21,7 @@ from pfeife._torch import is_absent
 from pfeife.runtime.distributed.served.optimizers import Optimizers
 from pfeife.runtime.distributed.state.copies import Copies
 from pfeife.runtime.distributed.state.gradients import Gradients
+from pfeife.runtime.distributed.state.owned import parameters_of
 
 Hidden = Mapping[torch.Tensor, torch.Tensor]
 
@@ -64,7 +65,7 @@ class StepHooks:
     ) -> tuple[tuple, dict[str, Any]]:
         """Takes gradients of other ranks away. Returns what the step gets instead of its arguments,
         of which the optimizer is one."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of(optimizer)
         self.hidden[optimizer] = self._hidden(parameters)
 
         def hiding(closure: Callable[[], Any]) -> Callable[[], Any]:
