@@ -54,23 +54,28 @@ class PipelineStrategy(SingleDeviceStrategy):
 
     @property
     def is_global_zero(self) -> bool:
+        """Whether this process logs and writes."""
         return self.global_rank == 0
 
     @property
     def root_device(self) -> torch.device:
+        """This process's own: the GPU of its number in its node, or the CPU."""
         cuda = isinstance(self.accelerator, CUDAAccelerator)
         return torch.device("cuda", self.local_rank) if cuda else torch.device("cpu")
 
     def connect(self, model: LightningModule) -> None:
+        """Takes a module; what was compiled of another one is of no use any more."""
         if model is not self.lightning_module:
-            self._compiled = {}
+            self._compiled.clear()
         super().connect(model)
 
     def setup_environment(self) -> None:
+        """Joins the other processes, which connect here and not in the first step."""
         super().setup_environment()
         join_world(self.root_device, self.options.get("timeout"))
 
     def setup(self, trainer: Trainer) -> None:
+        """Looks at the module before anything runs. Raises ValueError for what does not fit."""
         assert self.lightning_module is not None
         self._check(trainer, self.lightning_module)
         for part in self.lightning_module.modules():
@@ -92,18 +97,22 @@ class PipelineStrategy(SingleDeviceStrategy):
             )
 
     def training_step(self, *args: Any) -> Any:
+        """The module's step as a pipeline, or as it is under manual optimization."""
         assert self.lightning_module is not None
         if not self.lightning_module.automatic_optimization:
             return super().training_step(*args)
         return self._run("training_step", self.precision_plugin.train_step_context, args)
 
     def validation_step(self, *args: Any) -> Any:
+        """The module's step as a pipeline without a backward."""
         return self._run("validation_step", self.precision_plugin.val_step_context, args)
 
     def test_step(self, *args: Any) -> Any:
+        """The same of its test."""
         return self._run("test_step", self.precision_plugin.test_step_context, args)
 
     def predict_step(self, *args: Any) -> Any:
+        """The same of its prediction: what the module returns."""
         return self._run("predict_step", self.precision_plugin.predict_step_context, args)
 
     def _run(self, name: str, context: Callable[[], Any], args: tuple[Any, ...]) -> Any:
@@ -113,6 +122,7 @@ class PipelineStrategy(SingleDeviceStrategy):
             return self._compiled[name](*args)
 
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Returns when all ranks are here."""
         together(f"Trainer's barrier {name or ''}".strip())
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:

@@ -50,6 +50,13 @@ class _Pipelined(Base):
 
     pfeife_options: Asked
 
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        options: Asked = {"loss": "loss", **self.pfeife_options}
+        self._training = pipeline(self._loss, **self.pfeife_options)
+        self._evaluation = pipeline(self._loss_and_outputs, **options)
+        self._prediction = pipeline(self._outputs, **self.pfeife_options)
+
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         if self.args.torch_compile:
@@ -58,10 +65,6 @@ class _Pipelined(Base):
                 "leave it out, and say compiler='inductor' to pipelined() if you want Inductor"
             )
         joined(self.accelerator)
-        options: Asked = {"loss": "loss", **self.pfeife_options}
-        self._training = pipeline(self._loss, **self.pfeife_options)
-        self._evaluation = pipeline(self._loss_and_outputs, **options)
-        self._prediction = pipeline(self._outputs, **self.pfeife_options)
 
     def _loss(self, inputs: dict[str, Any], count: Any) -> torch.Tensor:
         loss: torch.Tensor = super().compute_loss(self.model, inputs, num_items_in_batch=count)

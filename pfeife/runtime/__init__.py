@@ -4,8 +4,8 @@
 or `distributed/` (a process a rank). `step` is what a rank knows meanwhile, `results` what comes
 out, `pipeline` how a step is started, `buffered` which messages have memory when; `phase_guard`
 keeps forward and backward of a step in order, `failure` says what went wrong, `profile` measures a
-step, `peak` its memory; `memory_spans` tells who shares it; `threads` work beside a script; `protocols`
-has what another runtime must be.
+step, `peak` its memory; `memory_spans` tells who shares it; `threads` work beside a script;
+`protocols` has what another runtime must be.
 """
 
 from pfeife.runtime.interpret import RankRunner

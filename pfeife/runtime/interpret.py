@@ -62,8 +62,7 @@ class RankRunner:
     """Runs one rank's part of a lowered schedule.
 
     Gradients are added up in the order of the schedule, which is that of the microbatches.
-    `arrivals` is what `acknowledged` says of the schedule, for those who make the runners of several
-    ranks.
+    `arrivals` is what `acknowledged` says of the schedule: one answer does for all ranks' runners.
     """
 
     def __init__(

@@ -1,15 +1,12 @@
 """The processes that work together: they agree, wait for one another and stop together."""
 
-import contextlib
-import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import attrs
 import torch
 import torch.distributed as dist
 
@@ -26,21 +23,15 @@ from pfeife.runtime.distributed.links.connection import (
 from pfeife.runtime.distributed.links.reducing import Reducer
 from pfeife.runtime.distributed.links.warm_up import ALL_RANKS, use_once
 from pfeife.runtime.distributed.liveness import diagnosis
+from pfeife.runtime.distributed.liveness.busy import Busy
 from pfeife.runtime.distributed.liveness.ending import end_process
-from pfeife.runtime.distributed.liveness.heartbeat import (
-    ALL,
-    BUILDING,
-    INTERVAL,
-    OUTSIDE,
-    Activity,
-    Monitor,
-)
+from pfeife.runtime.distributed.liveness.heartbeat import ALL, INTERVAL, Activity, Monitor
 from pfeife.runtime.distributed.liveness.keepalive import SILENCE, Lifelines
 from pfeife.runtime.distributed.liveness.rendezvous import rendezvous
 from pfeife.runtime.distributed.liveness.watchdog import WaitWatchdog
 from pfeife.runtime.distributed.served.posting import OVER, leave
 from pfeife.runtime.distributed.served.script_point import Rest, Script
-from pfeife.runtime.failure import CollectiveError, Failure, PipelineError, failure_of
+from pfeife.runtime.failure import Failure, PipelineError, failure_of
 
 log = logging.getLogger("pfeife")
 
@@ -49,7 +40,7 @@ _TICK = 0.05  # seconds
 SLICE = timedelta(seconds=INTERVAL)
 
 
-class Peers(AllRanks):
+class Peers(Busy, AllRanks):
     """This process among those of the default process group: they agree, wait for one another and
     stop together.
 
@@ -60,6 +51,9 @@ class Peers(AllRanks):
     """
 
     def __init__(self, device: torch.device, timeout: float, before: "Peers | None" = None):
+        script = Script(lambda: queued_by_now(device) if device.type == "cuda" else None)
+        super().__init__(script.doing)
+        self.script = script
         self.device, self.timeout = device, timeout
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.default = dist.group.WORLD
@@ -75,12 +69,7 @@ class Peers(AllRanks):
         self.raised = False  # whether the failure has become an exception here
         self.warned = False  # that ranks are seeded differently
         self.diagnosing = threading.Lock()  # while a thread finds out why something does not come
-        self.waited = 0.0  # seconds so far, for messages and for all ranks
-        # What this rank is at, the innermost last; other threads look there, and never find it
-        # empty.
-        self.looks: list[Callable[[], Activity]] = [_outside]
         self.nccl = goes_by_nccl(device)
-        self.script = Script(lambda: queued_by_now(device) if device.type == "cuda" else None)
         self.gloo: Any = _torch.gloo_device()
         self.connections: dict[tuple[tuple[int, ...], str], Connection] = {}
         self.ending: list[threading.Thread] = []  # in which NCCL ends connections
@@ -140,73 +129,14 @@ class Peers(AllRanks):
                 self.check()
         return self.connections[key]
 
-    @property
-    def inside(self) -> bool:
-        """Whether a thread is at something that other ranks may wait for."""
-        return len(self.looks) > 1
-
-    def look(self) -> Activity:
-        """What this rank is at. Other threads ask."""
-        doing = self.looks[-1]()
-        return self.script.doing() if doing == _outside() else doing
-
-    @contextlib.contextmanager
-    def at(self, look: Callable[[], Activity]) -> Iterator[None]:
-        """While the calling thread is at what `look` tells."""
-        self.looks.append(look)
-        try:
-            yield
-        finally:
-            # Not the last one: another thread may have come in between.
-            self.looks.remove(look)
-
-    @contextlib.contextmanager
-    def waiting(self, rank: int) -> Iterator[None]:
-        """While the calling thread waits for a rank of the world, or for `ALL`. Raises as
-        `reaching`."""
-        since, outer = time.monotonic(), self.looks[-1]
-        waits = functools.partial(_waiting, outer, rank, since)
-        try:
-            with self.at(waits), self.reaching(None if rank == ALL else rank):
-                yield
-        finally:
-            self.waited += time.monotonic() - since
-
-    @contextlib.contextmanager
-    def reaching(self, rank: int | None) -> Iterator[None]:
-        """While messages go from or to a rank of the world, None for one that is not known. Raises
-        PipelineError, which says why, where one fails."""
-        try:
-            yield
-        except PipelineError:
-            raise
-        except RuntimeError as error:
-            raise self.lost(rank, error) from error
-
-    @contextlib.contextmanager
-    def busy(self, look: Callable[[], Activity]) -> Iterator[None]:
-        """While the calling thread is at something that other ranks may wait for.
-
-        Raises PipelineError if a rank has failed already. An exception inside fails all ranks.
-        """
-        self.check()
-        with self.at(look):
-            try:
-                yield
-            except (PipelineError, CollectiveError):
-                raise
-            except BaseException as error:
-                self._stopped(failure_of(error, self.rank, look().text))
-                raise
-
-    def building(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """While this rank prepares something, which may take longer than the timeout."""
-        return self.busy(lambda: Activity(BUILDING + what))
-
     def check(self) -> None:
         """Raises PipelineError if any rank has failed."""
         if self.failure is not None:
             raise self._stopped(self.failure)
+
+    def failed(self, error: BaseException, where: str) -> None:
+        """Stops all ranks, since this one has raised an exception."""
+        self._stopped(failure_of(error, self.rank, where))
 
     def _stopped(self, failure: Failure) -> PipelineError:
         failure = self.stop(failure)
@@ -291,12 +221,3 @@ class Peers(AllRanks):
         self.monitor.ask(lambda: leave(self.monitor.store, self.rank, OVER))
         self.watch.end()
         self.monitor.end()
-
-
-def _outside() -> Activity:
-    return Activity(OUTSIDE)
-
-
-def _waiting(outer: Callable[[], Activity], rank: int, since: float) -> Activity:
-    """What a rank is at that waits for another one inside of something."""
-    return attrs.evolve(outer(), waits_for=rank, since=since)

@@ -2,18 +2,19 @@
 
 import contextlib
 import enum
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 from typing import Any, Literal, get_args
 
 import attrs
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
 
+from pfeife import _torch
 from pfeife.runtime.distributed.liveness.heartbeat import ALL, COLLECTIVE, OUTSIDE, Activity
-from pfeife.runtime.distributed.served.collectives import (
-    ScriptCollective,
-    collective_of,
-    collectives_begun,
-)
 
 Change = Literal["calls of compiled steps", "backwards", "steps of optimizers", "loads of state"]
 CHANGES: tuple[Change, ...] = get_args(Change)
@@ -61,7 +62,7 @@ class Point:
     place: Place
     operations: int = 0
     collectives: int = 0
-    asked: int = 0
+    questions: int = 0
     by_data: tuple[int, ...] = ()
 
 
@@ -75,13 +76,51 @@ class Rest(enum.Enum):
 
 
 @attrs.frozen
+class ScriptCollective:
+    """A call of torch.distributed that a thread is in: its innermost frame, and how many
+    collectives the default process group has begun, this one among them if it is one of those.
+
+    Two are equal if the thread has not left the call in between. The frame is kept alive, so that
+    no other one can be it; torch's functions call none of the script's from there."""
+
+    frame: FrameType = attrs.field(eq=id)
+    begun: int = attrs.field(eq=False)
+
+    @property
+    def name(self) -> str:
+        """That of the function."""
+        return f"torch.distributed.{self.frame.f_code.co_name}"
+
+    def writes_to(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether its arguments share memory with any of some tensors."""
+        values = pytree.tree_leaves(list(self.frame.f_locals.values()))
+        arguments = {_torch.storage_of(v) for v in values if isinstance(v, torch.Tensor)} - {None}
+        return any(_torch.storage_of(tensor) in arguments for tensor in tensors)
+
+
+def collective_of(thread: int) -> ScriptCollective | None:
+    """The collective that a thread is in, None if it is elsewhere. Only the functions that wait for
+    other ranks count, not what else stands in torch.distributed: that may run parts of scripts."""
+    frame = sys._current_frames().get(thread)
+    if frame is None or frame.f_code.co_filename != dist.distributed_c10d.__file__:
+        return None
+    return ScriptCollective(frame, collectives_begun())
+
+
+def collectives_begun() -> int:
+    """How many collectives the default process group has begun, those that are over among them. A
+    message between two ranks counts on these alone."""
+    return _torch.sequence_of(dist.group.WORLD) if dist.is_initialized() else 0
+
+
+@attrs.frozen
 class Now:
     """Where a script is: see `Point`; where it rests, and what its GPU had been told to do by its
     last change or rest."""
 
     place: Place = Place()
     operations: int = 0
-    asked: int = 0
+    questions: int = 0
     rest: Rest = Rest.NOWHERE
     queued: Any = None
 
@@ -105,12 +144,12 @@ class Script:
     def point(self, by_data: tuple[int, ...]) -> Point:
         """Where it is, having written `by_data`."""
         now = self.now
-        return Point(now.place, now.operations, collectives_begun(), now.asked, by_data)
+        return Point(now.place, now.operations, collectives_begun(), now.questions, by_data)
 
     def move(self, change: Change) -> None:
         """When a change begins or ends, on the thread that does it."""
         with self.lock:
-            self._is(place=self.now.place.after(change), asked=0, queued=self.queue())
+            self._is(place=self.now.place.after(change), questions=0, queued=self.queue())
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
@@ -124,7 +163,7 @@ class Script:
 
     def _ask(self) -> None:
         with self.lock:
-            self._is(asked=self.now.asked + 1)
+            self._is(questions=self.now.questions + 1)
 
     @contextlib.contextmanager
     def resting(self, where: Rest, *, operation: bool = False) -> Iterator[None]:

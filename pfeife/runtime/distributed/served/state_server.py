@@ -101,7 +101,7 @@ class Service:
         """Before state changes. If this rank has asked for what was before, the others may be
         about to ask as well: they come first, but do not have longer for it than for a step.
         Raises PipelineError."""
-        if self.script.now.asked and not self.uneven and self.world.failure is None:
+        if self.script.now.questions and not self.uneven and self.world.failure is None:
             with self.script.resting(Rest.ASKING):
                 for rank in range(self.world.size):
                     if rank != self.world.rank:

@@ -171,19 +171,9 @@ class Ownership:
         ValueError for what this rank trains, which nobody would have then."""
         for tensor in tensors:
             if tensor in self.known:
-                self._check_written(self.known[tensor], tensor, owned)
+                _check_written(self.known[tensor], owned, tensor in self.foreign, self.frozen)
             elif isinstance(tensor, nn.Parameter):
                 self.deep_copies.find(owned, tensor, self.saving.watched)
-
-    def _check_written(self, target: Owned, tensor: torch.Tensor, written: Owned) -> None:
-        """What is frozen is refused at the next step, on all ranks."""
-        if tensor not in self.foreign and target.number not in self.frozen:
-            raise ValueError(
-                f"{where_trained(written)}, and is written to {target.name}, of which this rank "
-                "has the values: then nobody has them. Compute that of "
-                "pfeife.full_state_dict(model), which every rank must call, and load what comes "
-                "out on every rank"
-            )
 
     def number_copies(self, digests: Sequence[str]) -> None:
         """Takes deep copies that all ranks have made, by the digests of each, for state that they
@@ -242,6 +232,18 @@ class Ownership:
         owned = [value for value in args if isinstance(value, torch.Tensor) and value in self.known]
         numbered = {self.known[tensor].number: tensor for tensor in owned}
         return {number: numbered[number] for number in sorted(numbered)}
+
+
+def _check_written(target: Owned, written: Owned, absent: bool, frozen: Collection[int]) -> None:
+    """Raises ValueError where state of other ranks is written to what this one has, unless that is
+    frozen: then it is refused at the next step, on all ranks."""
+    if not absent and target.number not in frozen:
+        raise ValueError(
+            f"{where_trained(written)}, and is written to {target.name}, of which this rank "
+            "has the values: then nobody has them. Compute that of "
+            "pfeife.full_state_dict(model), which every rank must call, and load what comes "
+            "out on every rank"
+        )
 
 
 def _check_alike(state: Mapping[str, Any], world: Peers) -> None:

@@ -84,6 +84,7 @@ class RemoteGradient(Absence):
     overflow: bool = False  # whether any rank has a gradient that is not finite
 
     def refusal(self, what: str) -> ValueError:
+        """Says what may be read of such a gradient."""
         return ValueError(
             f"{what} reads the gradient of {self.owned.name}, which another rank trains: of such a "
             "gradient there are norms here (torch.linalg.vector_norm, clip_grad_norm_), and what "
@@ -92,6 +93,7 @@ class RemoteGradient(Absence):
         )
 
     def derived(self) -> "RemoteGradient":
+        """That of what is computed of it, whose norm nobody has been told."""
         return attrs.evolve(self, computed=True)
 
     def written(self, tensor: torch.Tensor) -> None:
@@ -99,12 +101,14 @@ class RemoteGradient(Absence):
         self.norms.forget(self.owned.number)
 
     def loaded(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        """A gradient that is given values stays absent: each rank gives its own."""
         if self.computed:
             super().loaded(tensor, values)
         else:
             self.written(tensor)
 
     def norm(self, tensor: torch.Tensor, order: float) -> float:
+        """Its owner's (collective, see `Norms.take`). Raises ValueError for that of a part."""
         if self.computed or tensor.numel() != self.size:
             raise self.refusal("a norm of what was computed of it, or of a part,")
         return self.norms.take(self.owned.number, order)

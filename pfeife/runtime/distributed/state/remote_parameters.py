@@ -42,6 +42,7 @@ class RemoteState(Absence):
     version: int = 0
 
     def refusal(self, what: str) -> ValueError:
+        """Says who has the values, and where they may be read."""
         tensor = None if self.tensor is None else self.tensor()
         done = "kept" if tensor is not None and not tensor.requires_grad else "trained"
         return ValueError(
@@ -51,12 +52,15 @@ class RemoteState(Absence):
         )
 
     def derived(self) -> "RemoteState":
+        """That of what is computed of it, which nobody owns."""
         return RemoteState(self.owned, None, self.spreads)
 
     def spread(self, tensors: Sequence[torch.Tensor]) -> None:
+        """What was computed of it is about to be written to some tensors of this rank."""
         self.spreads(self.owned, tensors)
 
     def written(self, tensor: torch.Tensor) -> None:
+        """The script has changed it, which counts, whatever torch sees of that."""
         self.writes += 1
 
 

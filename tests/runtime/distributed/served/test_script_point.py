@@ -7,8 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pfeife.runtime.distributed.served.collectives import ScriptCollective
-from pfeife.runtime.distributed.served.script_point import CHANGES, Now, Place, Point, Rest, Script
+from pfeife.runtime.distributed.served.script_point import (
+    CHANGES,
+    Now,
+    Place,
+    Point,
+    Rest,
+    Script,
+    ScriptCollective,
+)
 
 CALL, BACKWARD, STEP, LOAD = CHANGES
 
@@ -106,7 +113,10 @@ def test_who_asks_is_told_from_who_has_asked():
     with script.asking():
         during = script.point(())
         assert script.now.rest is Rest.ASKING
-    assert (during.asked, script.point(()).asked) == (1, 2) and script.now.rest is Rest.NOWHERE
+    assert (during.questions, script.point(()).questions) == (
+        1,
+        2,
+    ) and script.now.rest is Rest.NOWHERE
     script.move(LOAD)
     assert script.point((1,)) == Point(Place().after(LOAD), by_data=(1,))
-    assert attrs.evolve(during, asked=0) == Point(Place())
+    assert attrs.evolve(during, questions=0) == Point(Place())
