@@ -45,6 +45,7 @@ class Accelerator(accelerate.Accelerator):
                 f"Accelerate distributes the model itself ({kind.name}): a pipeline wants none of "
                 "its plugins (FSDP, DeepSpeed, Megatron, TPU)"
             )
+        # Not before: `__init__` has chosen each process's device by these.
         for state in (PartialState(), AcceleratorState()):  # of all Accelerators of this process
             state.distributed_type, state.num_processes = DistributedType.NO, 1
         self.dataloader_config.dispatch_batches = False  # each rank reads its own copy

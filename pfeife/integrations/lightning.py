@@ -78,6 +78,7 @@ class PipelineStrategy(SingleDeviceStrategy):
         """Looks at the module before anything runs. Raises ValueError for what does not fit."""
         assert self.lightning_module is not None
         self._check(trainer, self.lightning_module)
+        # torchmetrics would add up over ranks what each of them has whole.
         for part in self.lightning_module.modules():
             if isinstance(part, Metric):  # every rank has all of what it is told
                 part.distributed_available_fn = _alone
@@ -136,6 +137,7 @@ class PipelineStrategy(SingleDeviceStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """On the main process alone, which writes it; empty elsewhere."""
+        # The others answer from where they wait, which is the barrier behind it.
         return super().lightning_module_state_dict() if self.is_global_zero else {}
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -81,6 +81,7 @@ class LoggedStep:
 
         def step(*batch: Any) -> dict[str, Any]:
             self.calls, self.noted, self.rows = [], [], _rows(batch)
+            # New lists each time: Dynamo turns what is appended to an old one into a side effect.
             traced = not torch.compiler.is_dynamo_compiling()
             numbers = [_Unread()] * len(self.numbers) if traced else self.numbers
             out = getattr(module, name)(*batch, *numbers)
@@ -99,6 +100,7 @@ class LoggedStep:
         self.numbers = [
             argument for argument in args if type(argument) is int
         ]  # the last ones, not compared
+        # What stands in place of methods is taken away even where the step fails.
         with self._noting():
             results = self.run(*(argument for argument in args if type(argument) is not int))
         self._make(results.get("calls", self.calls), iter(results["noted"]), _rows(args))
@@ -120,6 +122,7 @@ class LoggedStep:
             stand_ins = {_TENSOR: lambda: next(tensors), _ROWS: lambda: rows}
             return stand_ins[value]() if isinstance(value, str) and value in stand_ins else value
 
+        # In the order of the step: a later call may use what an earlier one gives.
         for target, method, args, kwargs in calls:
             target, args, kwargs = pytree.tree_map(real, (target, args, kwargs))
             results.append(getattr(target, method)(*args, **kwargs))

@@ -72,6 +72,7 @@ class _Pipelined(Base):
 
     def _loss_and_outputs(self, inputs: dict[str, Any], count: Any) -> dict[str, Any]:
         loss, outputs = super().compute_loss(self.model, inputs, True, num_items_in_batch=count)
+        # Outputs are joined over microbatches by rows, which a loss has not.
         if isinstance(outputs, dict):  # the loss goes once
             outputs = type(outputs)(**{name: outputs[name] for name in outputs if name != "loss"})
         else:

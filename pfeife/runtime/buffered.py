@@ -60,6 +60,7 @@ class Buffered(ABC):
         """The values of the oldest message of a rank, which is waited for."""
         arrived, works, envelope = self.waiting[source].popleft()
         self._wait(source, works)
+        # What is next is posted last: sizes that data decide come with this message.
         values = self._whole(source, arrived, envelope)
         self._post(source)
         return values
@@ -79,6 +80,7 @@ class Buffered(ABC):
 
     def finish(self) -> None:
         """Waits until all that this step has sent has arrived."""
+        # A failure of the last messages belongs to this step, and not to the next one.
         for destination, leaving in self.leaving.items():
             while leaving:
                 self._let_go(destination)

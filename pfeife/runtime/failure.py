@@ -89,6 +89,7 @@ def _lines(error: BaseException) -> list[str]:
 
 def model_line(error: BaseException) -> str:
     """The line of the user's model whose operation raised an exception, "" if none did."""
+    # The innermost frame of a graph counts: outer ones call it.
     source = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         module = frame.f_locals.get("self")

@@ -57,6 +57,7 @@ class Handlers:
 
     def _compute(self, call: Call) -> Handler:
         body = self.bodies.get(call.node) or _torch.function_of(self.program.body(call))
+        # A body is looked up by its node: replicas and microbatches share what was compiled.
         reads, slots = self.wiring.arguments(call), self.wiring.results(call)
         self.reads.update(reads)
         summed = summed_in_place(self.program, call)
@@ -128,11 +129,14 @@ class Handlers:
             gradient = local_gradient(self.program, name, step)
             for port_name in summed[name]:
                 step.sums.pop(port_name, None)
+            # Once it is on its way nobody adds to it, and its memory is the bucket's.
             if gradient is None:  # read here, but without influence on the loss
                 return _nothing(step.values[0][ports[name].name], made[name])
             return gradient
 
         def reduce(step: Step, _: int) -> None:
+            # All ranks begin their buckets in one order, that of the schedule: the reducer takes
+            # them one after another, and waits in each for the others.
             for bucket in buckets:
                 parts = [part(step, reduction.name) for reduction in bucket.reductions]
                 step.reducing.append((step.at, step.transport.reduce(bucket, parts)))

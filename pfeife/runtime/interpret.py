@@ -90,6 +90,7 @@ class RankRunner:
         instructions = []
         drops = self.wiring.last_uses(self.actions)
         for index, action in enumerate(self.actions):
+            # One handler for all microbatches of a kind of action: making one may write its code.
             key = action.stage, action.do, action.peer
             if key not in table:
                 table[key] = self.handlers.of(action)
@@ -182,6 +183,7 @@ class RankRunner:
                     handler(step, microbatch)
             else:
                 handler(step, microbatch)
+            # Before the next action, not at the end of the stage: so does the account of memory.
             values = step.values[microbatch]
             for name in drops:
                 values.pop(name, None)

@@ -28,6 +28,7 @@ class PhaseGuard:
                 f"the {min(wanted)} cannot be run alone: the schedule has forwards after "
                 "backwards. Use one that fills and drains, such as gpipe, or run both at once"
             )
+        # Activations are dropped when they were last used: nothing can run on them again.
         again = self.done & wanted
         if again:
             raise RuntimeError(f"the {min(again)} of this step has run already: start another step")
@@ -35,6 +36,7 @@ class PhaseGuard:
             raise RuntimeError("the backward of this step is to run before its forward")
         try:
             yield
+        # Also Ctrl-C: half of a step has no results.
         except BaseException as error:
             self.failed = f"{type(error).__name__}: {error}"
             raise

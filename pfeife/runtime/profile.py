@@ -116,6 +116,7 @@ class LiveTensors(TorchDispatchMode):
         return sum(size for _, size in self.live.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Temporaries inside of one operation are not seen: only what it returns is a storage here.
         result = func(*args, **kwargs or {})
         self._purge()
         for tensor in pytree.tree_leaves(result):
@@ -167,6 +168,7 @@ def profile_memory(
     CPUs live tensors are counted, on CUDA the allocator is asked. What the rank's stages hold all
     the time is counted from `state`, the batch and the optimizer's state.
     """
+    # The first step makes buffers and compiles; what it leaves is there before the one that counts.
     pipeline(state, microbatches, **options)
     step = pipeline.start(state, microbatches, **options)
     program, rank = pipeline.program, pipeline.transport.rank

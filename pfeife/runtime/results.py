@@ -19,6 +19,7 @@ def owner(program: Program, port: Port) -> int:
     results = returned(program.module)
     node = results[port.name]
     calls = {call.node: call for call in program.calls}
+    # What comes after the last call, such as a view, is where its value was made.
     while isinstance(node, fx.Node) and node.name not in calls and node.all_input_nodes:
         node = node.all_input_nodes[0]
     call = calls.get(node.name) if isinstance(node, fx.Node) else None
@@ -127,6 +128,7 @@ def _of_pipeline(ranks: Sequence[Result]) -> Result:
     for result in ranks:
         gradients |= {n: g for n, g in result.gradients.items() if n not in gradients}
         buffers |= result.buffers
+    # One rank makes the loss, unless the step has none; who was told of it has the same.
     losses = [result.loss for result in ranks if result.loss is not None]
     return Result(
         losses[0] if losses else None,

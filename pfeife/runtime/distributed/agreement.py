@@ -159,6 +159,8 @@ class AllRanks(ABC):
     def from_all_ranks(self, text: str) -> list[str]:
         """Every rank's text, on every rank (collective)."""
         data = self._bytes(text)
+        # A gather wants tensors of one size, so the sizes come first; a text from another machine
+        # is not believed to be of any length.
         sizes = [int(size) for size in self.gather(torch.tensor([len(data)], device=self.device))]
         for rank, size in enumerate(sizes):
             _check_length(size * self.size, rank)
@@ -222,6 +224,7 @@ class AllRanks(ABC):
         """Names of the tensors that are not the same on all ranks, by checksums (collective)."""
         if not tensors:
             return []
+        # Checksums and not values: a model may be larger than what a rank has left.
         sums = self.checksums(tensors.values())
         wrong = torch.stack([rank_sums != sums[0] for rank_sums in sums]).any(0).tolist()
         return [name for name, differs in zip(tensors, wrong, strict=True) if differs]

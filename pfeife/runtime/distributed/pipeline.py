@@ -92,6 +92,7 @@ class DistributedPipeline(Pipeline["DistributedStep"]):
         """On this rank inputs that do not fit are refused before anything is sent; the others raise
         PipelineError."""
         world = self._world()
+        # Inside, so that a rank whose inputs do not fit stops the others before they wait for it.
         with world.busy(lambda: Activity("the inputs of a step")):
             if world is not self.transport.world:  # after a failure
                 self.transport = DistributedTransport(world, self.mesh, self.program, self.apart)

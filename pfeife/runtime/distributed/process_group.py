@@ -39,6 +39,7 @@ def join_world(device: torch.device, timeout: float | None = None) -> World | No
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     current = _worlds[0] if _worlds and _worlds[0].default is dist.group.WORLD else None
+    # An option of one step holds for all that come later, unless they say another.
     if current is not None and timeout is None:
         limit = current.timeout
     # A failure that has not become an exception here yet keeps its world until it has.
@@ -47,6 +48,7 @@ def join_world(device: torch.device, timeout: float | None = None) -> World | No
         return current
     trained = None if current else _trained_before()
     latest = World(device, limit, current, trained)
+    # After the new one is there: it takes over the connections to the store.
     for world in _worlds:
         world.close()
     _worlds[:] = [latest]
@@ -134,6 +136,7 @@ def _leave() -> None:
 def leave_world() -> None:
     """Ends the default process group if there is one and nothing is in it. NCCL's waits for the
     other ranks, which after a failure may not come: it is given some seconds."""
+    # A thread that is still inside would find the group gone below it.
     used = any(world.inside for world in _worlds)
     _leave()
     if dist.is_initialized() and not used:

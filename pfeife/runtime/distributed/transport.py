@@ -49,6 +49,7 @@ class DistributedTransport(Buffered):
         self.routes = self._routes(program)
         self.out: dict[int, Outgoing] = {}
         self.into: dict[int, Incoming] = {}
+        # All ranks make all connections in this order: who makes one waits for its other members.
         self._connect(program)
         self.within: Connection | None = None  # None for all ranks
         for pipeline in mesh.pipelines if apart else ():
@@ -153,6 +154,7 @@ class DistributedTransport(Buffered):
     def reduce(self, bucket: Bucket, parts: Sequence[torch.Tensor]) -> Reducing:
         """Begins to reduce a bucket, beside what the rank computes."""
         route, reducer, wait = self.routes[bucket.first.name], self.world.reducer, self.world.wait
+        # The job runs beside what the rank computes, in the order of the schedule on every rank.
         if bucket.sparse:
             totals = [part.coalesce() for part in parts]
             begun = reducer.begin(lambda: route.run_sparse(totals), totals)

@@ -29,6 +29,8 @@ class World(Peers):
         self.ownership: Ownership = before.ownership if before else trained or Ownership()
         self.ownership.norms.world = self.ownership.copies.world = self
         saving, asking = self.ownership.saving, self.ownership.asking
+        # The service has a connection of its own, since it answers while others are in use, and it
+        # is on the CPU, so that an answer waits for no kernel.
         try:
             with self.building("the connection of the service"):
                 connection = self.connection_of(range(self.size), _ASKED, torch.device("cpu"))
@@ -66,9 +68,11 @@ class World(Peers):
         who keeps the store waits until all that live know of it."""
         if self.monitor.thread.is_alive():
             divided = self.ownership.divided(self.size)
+            # Others may still ask for state that only this rank has: it stays until all have ended.
             stay(self, divided, self.service.wrong, self.disconnect)
             if self.failure is not None and self.rank == 0 and not kept_by_torchrun():
                 diagnosis.wait_until_known(self.monitor, GRACE)
+            # Who keeps the store waits for those that may not know of a failure: not for this one.
             self.monitor.ask(self.monitor.acknowledge)
             self.monitor.ask(lambda: self.beside.set(f"left {self.rank}", ""))
             self._end_threads()

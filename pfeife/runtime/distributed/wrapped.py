@@ -28,6 +28,7 @@ def _wrappers(roots: Iterable[Any], tensors: Iterable[Any]) -> Iterator[str]:
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
 
+    # DDP calls the module's forward itself, so that the step sees the bare module: ask who runs.
     if (running := _torch.running_ddp()) is not None:
         yield _in_words(running, "", type(running.module))
     for root in roots:

@@ -67,6 +67,7 @@ class LocalTransport:
     def send(self, destination: int, values: Tensors, envelope: Envelope) -> None:
         """Puts a message into the channel's queue."""
         channel = (self.offset + self.rank, self.offset + destination)
+        # The receiver gets the tensors themselves: nobody writes to what was sent.
         envelope.check(values)
         ready = made_by_now(values)
         with self.world.changed:
@@ -92,6 +93,8 @@ class LocalTransport:
             for reduction, part in zip(bucket.reductions, parts, strict=True):
                 brought = self.world.parts.setdefault(self.key(reduction), {})
                 brought[self.offset + self.rank] = part
+                # Who is last does it for all, in the order of ranks and not of arrivals: sums have
+                # the same bits in every run.
                 if len(brought) == bucket.members:
                     total = _combined(brought, reduction)
                     self.world.reduced[self.key(reduction)] = total, time.perf_counter()
@@ -254,6 +257,7 @@ class LocalStep(PipelineStep):
             except BaseException:  # such as Ctrl-C, which only the main thread gets
                 self.world.fail()
                 raise
+            # Who was aborted tells of nothing but that another rank has failed.
             if errors:
                 raise next((e for e in errors if not isinstance(e, Aborted)), errors[0])
         self.spent += time.monotonic() - begun

@@ -28,6 +28,7 @@ class Threads:
     def lent(self) -> Iterator[list[ThreadPoolExecutor]]:
         """A thread a rank while a step runs; if that raises, after all of them have ended."""
         idle = self.idle[os.getpid()]
+        # Not asked before: two threads of the user may want the last one.
         try:
             threads = idle.pop()
         except IndexError:
@@ -35,6 +36,7 @@ class Threads:
         try:
             yield threads
         except BaseException:
+            # What still runs there has the step's tensors, and writes to them.
             for thread in threads:
                 thread.shutdown()
             raise

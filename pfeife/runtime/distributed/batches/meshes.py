@@ -43,6 +43,7 @@ def _of_sizes(sizes: list[int], text: str) -> Mesh:
     def key(place: tuple[int, ...]) -> tuple[int, ...]:
         return (*(place[at] for at in replicas), *place)
 
+    # Ranks of one pipeline are to follow one another, replica after replica.
     count = -sizes[replicas[0]] if replicas else 1
     order = tuple(every[place] for place in sorted(every, key=key))
     return Mesh(len(order) // count, count, order)

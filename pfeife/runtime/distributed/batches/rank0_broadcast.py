@@ -120,6 +120,7 @@ class Announced:
                 structure = find()
             except Exception as error:
                 refused = error
+        # Most batches are like one before: then a number is all that travels beside the bytes.
         structures = before.structures
         # The next number is that of a new one.
         number = [*structures, structure].index(structure) if structure else _END

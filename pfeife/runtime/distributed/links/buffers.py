@@ -44,6 +44,7 @@ class Buffers:
 
     def forget_used(self) -> None:
         """Leaves the buffers in use to those who use them."""
+        # A result that the user keeps would hold its buffer as used in all later steps.
         for size, buffers in self.known.items():
             self.known[size] = [buffer for buffer in buffers if not is_shared(buffer)]
 

@@ -66,6 +66,7 @@ class Outgoing:
     def send(self, values: Tensors, envelope: Envelope) -> tuple[Works, list[torch.Tensor]]:
         """The works that send a message, and its pieces, which must live as long."""
         pieces = envelope.pack(values)
+        # From then on the thread sends all: messages must not overtake one another.
         if envelope.bytes >= APART and not self.connection.nccl and self.thread is None:
             self.thread = ThreadPoolExecutor(1, "pfeife sender")
         if self.thread is None:

@@ -91,6 +91,7 @@ class Connection:
         the group."""
         if self.group is None or not self.nccl or self.ending:
             return None
+        # Once: neither an abort nor a shutdown need ever return.
         self.ending = True
         return started(how, _called, self.group, how, self.device)
 

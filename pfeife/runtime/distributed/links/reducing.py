@@ -143,6 +143,7 @@ class Route:
     def sums(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Those that the member gets, as parts of one tensor, each with a count of its changes."""
         totals, at = {}, 0
+        # Each is a tensor of its own to autograd: what is written to one does not count for others.
         for place in self.bucket.share(self.replica):
             name = self.bucket.reductions[place].name
             totals[name] = _view(flat, at, self.bucket, place).data  # a view has its base's count

@@ -64,6 +64,7 @@ class Busy(ABC):
     def waiting(self, rank: int) -> Iterator[None]:
         """While the calling thread waits for a rank of the world, or for `ALL`. Raises as
         `reaching`."""
+        # What is outside goes on being asked: its text may tell more by then.
         since, outer = time.monotonic(), self.looks[-1]
         waits = functools.partial(_waiting, outer, rank, since)
         try:

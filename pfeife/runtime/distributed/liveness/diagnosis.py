@@ -32,6 +32,7 @@ def cause(monitor: Monitor, peer: int | None, error: RuntimeError, doing: str) -
     if failure is not None:
         return failure
     second = monitor.heartbeats()
+    # An operation of all ranks does not say who is missing: the first one without a sign of life.
     if peer is None:
         peers = [rank for rank in range(monitor.size) if rank != monitor.rank]
         peer = next((rank for rank in peers if not lives(rank, first, second)), peers[0])
@@ -107,6 +108,7 @@ class Wait:
                 return Failure(rank, where, f"its process gives no sign of life; {self}")
             if beat.waits_for is None and beat.seconds >= self._longest(beat.doing):
                 return Failure(rank, beat.doing, f"it is there for {beat.seconds:.0f} s; {self}")
+        # Nobody is at fault alone. If all have waited for so long they wait for one another.
         beats = [beat for rank, beat in self.now.items() if rank != self.rank]
         if all(b.waits_for is not None and b.seconds >= self.timeout for b in beats):
             return self._deadlock()

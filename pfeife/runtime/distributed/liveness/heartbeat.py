@@ -136,6 +136,7 @@ class Monitor:
 
     def ask(self, question: Callable[[], T]) -> T | None:
         """The answer from the thread, None if it cannot be had."""
+        # A store that has not answered one question is not asked another one: each would wait.
         answer: Future[T] = Future()
         if self.mute.is_set() or self.gone.is_set():
             return None
@@ -188,6 +189,7 @@ class Monitor:
 
     def _send(self, last: _Pulse) -> _Pulse:
         doing, now = self.look(), time.monotonic()
+        # The age of an activity is told, not its start: the clocks of nodes differ.
         since = last.since if doing == last.doing else now
         beat = Heartbeat(last.count + 1, doing.text, now - since, doing.waits_for)
         self.store.set(f"heartbeat {self.rank}", plain.to_json(beat))

@@ -70,6 +70,7 @@ class Lifelines:
     def _connect(self, node: Node) -> None:
         if not node.port:
             return
+        # A firewall may let Gloo through and not this: then there is only less to see.
         try:
             line = socket.create_connection((node.address, node.port), _CONNECTING)
         except OSError as error:

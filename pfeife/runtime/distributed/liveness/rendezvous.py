@@ -50,9 +50,11 @@ def _round(
         return None
     store.set(f"here {number} {rank}", "")
     missing = set(range(size)) - {rank}
+    # Nobody is told to wake up: each looks, at first often, since ranks come at nearly one time.
     deadline, pause = time.monotonic() + timeout, 0.001
     while not store.check([verdict]):
         missing = {peer for peer in missing if not store.check([f"here {number} {peer}"])}
+        # A rank that has left its program is not waited for until the timeout.
         gone = any(store.check([f"left {peer}"]) for peer in missing)
         if not missing or gone or time.monotonic() >= deadline:
             text = plain.to_json(tuple(sorted(missing)))

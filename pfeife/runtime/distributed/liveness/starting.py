@@ -49,6 +49,7 @@ def _watch(store: Any, rank: int, over: threading.Event) -> None:
     while not over.wait(INTERVAL):
         failure = _heard(store)
         if failure is not None:
+            # Its own error, if it has one, says more than that it was ended.
             if not over.wait(_CHANCE):
                 log.critical("rank %d ends: %s; this rank waits for it", rank, failure)
                 end_process()

@@ -58,6 +58,7 @@ class WaitWatchdog:
         warn = min(WARNING, timeout)
         while self.look() == doing and not self.over.wait(INTERVAL):
             waited = time.monotonic() - since
+            # Sooner than the timeout, where a socket tells that nobody will come.
             gone = self.gone(doing)
             if gone is not None:
                 self.stop(gone)

@@ -62,6 +62,7 @@ class Answering:
         try:
             work()
         except Exception as error:
+            # Who asked would wait for its timeout otherwise, and be told nothing of why.
             if not self.over.is_set() and self.world.failure is None:
                 self.world.stop(failure_of(error, self.world.rank, "an answer to state_dict()"))
 
@@ -98,6 +99,8 @@ class Answering:
         answered: list[_Answered] = []
         left: list[Pending] = []
         with self.script.lock:
+            # The lock is let go of while it waits, and is held while a copy is made: the script
+            # comes out of its rest only then.
             self.script.lock.wait_for(lambda: before or self.arrived or self.over.is_set())
             questions = [*before, *self.arrived]
             self.arrived.clear()
@@ -108,6 +111,7 @@ class Answering:
                     left.append(pending)
                 else:
                     answered.append((pending.reader, pending.question.tag, *answer))
+            # A collective of the script's own begins without a word to this lock: look again.
             if left and not answered:
                 self.script.lock.wait(_TICK)
         return left, answered

@@ -50,6 +50,7 @@ class DeepCopies:
             copied = memo.get(id(tensor))
             if not isinstance(copied, torch.Tensor) or copied in self.owners:
                 continue
+            # A copy that has values where its original is absent was given them by the script.
             if is_absent(copied) == (tensor in self.foreign.found):
                 self._note(copied, owned)
                 self.asking.writes.forget([copied])
@@ -87,6 +88,7 @@ class DeepCopies:
         moment = sum(self.asking.service.script.now.place.counts[1:])  # changes since the last call
         # Negative, unlike the numbers that ranks have agreed on; the same where they copy alike.
         number = -1 - (abs(owned.number) * _MOMENTS + moment % _MOMENTS) * _COPIES
+        # Several copies of one tensor at one place are told apart by their order.
         while number in self.new:
             number -= 1
         self.new[number] = copied

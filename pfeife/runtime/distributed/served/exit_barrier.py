@@ -32,6 +32,7 @@ def stay(
     peers.monitor.ask(lambda: store.set(f"over {peers.rank}", ""))
     if not divided or peers.failure is not None or hasattr(sys, "last_value"):
         return
+    # Only now: a script that has failed has more to say than this.
     late = wrong()
     if late is not None:  # no call comes that would raise it
         log.error("rank %d: %s", peers.rank, late)
@@ -50,6 +51,7 @@ def _wait_for_others(peers: Peers) -> None:
             return
         if time.monotonic() > looked + stillness(peers.timeout):
             now = monitor.heartbeats()
+            # A rank that was stopped or killed would keep this process for ever.
             if not any(lives(rank, before, now) for rank in running):
                 return
             before, looked = now, time.monotonic()

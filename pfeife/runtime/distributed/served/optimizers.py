@@ -58,6 +58,7 @@ class Optimizers:
 
     def before(self, optimizer: torch.optim.Optimizer) -> None:
         """When any optimizer is about to step."""
+        # Of a model that no rank trains together: its steps are no concern of the other ranks.
         if not self._ours(optimizer):
             return
         if not any(listed is optimizer for listed in self._listed()):
@@ -115,6 +116,7 @@ class Optimizers:
         CPU. Raises as `Service.states`."""
         if self.asking.foreign.reading or not self.asking.is_asked_for(parameters_of(optimizer)):
             return None
+        # torch names parameters in a state_dict() by indices, which are the same on every rank.
         groups = zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
         pairs = [
             pair
@@ -175,6 +177,7 @@ class Optimizers:
             names = (owned.name for owned, _ in wanted)
             return StateEntry((*(tensor for _, tensor in wanted),), (*names,))
         named = question.optimizer
+        # By what all ranks see of it: its class, its parameters, and which one of those it is.
         listed = (optimizer for optimizer in self._listed() if self._named(optimizer) == named)
         optimizer = next(listed, None)
         if optimizer is None:

@@ -32,6 +32,7 @@ def texts(store: dist.Store, rank: int) -> Iterator[str]:
 
 def leave(store: dist.Store, rank: int, text: str) -> int:
     """Leaves a text for a rank in a store; gives how many there have been."""
+    # The store counts, so that two ranks that leave a text at once get different keys.
     count = int(store.add(f"texts {rank}", 1))
     store.set(f"text {rank} {count}", text)
     return count
@@ -48,6 +49,7 @@ class Post:
     def send(self, rank: int, tag: int, text: str, tensors: Sequence[torch.Tensor] = ()) -> None:
         """Returns when all has been taken."""
         data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        # The length first: the other end has no other way to know how much to receive.
         head = torch.tensor([len(data)])
         dense = (
             as_bytes(tensor.detach().cpu().contiguous()) for tensor in tensors if tensor.numel()

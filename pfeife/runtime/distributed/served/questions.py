@@ -58,6 +58,7 @@ class Shaped:
 
     def laid_out(self, dense: torch.Tensor) -> torch.Tensor:
         """The tensor with the strides that it had, if no two of its values share memory there."""
+        # Strides matter for the bits of what is computed of it later, as on one device.
         strided = torch.empty_strided(self.shape, self.stride, dtype=dense.dtype)
         return strided.copy_(dense) if strided.untyped_storage().nbytes() == dense.nbytes else dense
 

@@ -87,6 +87,13 @@ class Reading:
         What rests in `Script.resting` stays there as long as the lock is held. A collective of the
         script's own may end meanwhile: then its frame is another one, and the copy is thrown away.
         """
+        #   this rank's script                       its place     it is         answer
+        #   has not come to the question's point     before it     anywhere      not yet
+        #   is there                                 the same      running       not yet
+        #   is there, and wrote less to it by hand   the same      at rest       not yet
+        #   is there, and wrote as often             the same      at rest       a copy
+        #   waits for all ranks behind that point    the same      at rest       a copy, or refused
+        #   has stepped, loaded or called since      beyond it     anywhere      refused
         script, question = self.script, pending.question
         point, inside = question.point, collective_of(script.thread)
         beyond = script.waits_beyond(point, inside)
@@ -101,10 +108,12 @@ class Reading:
         if script.now.rest is Rest.NOWHERE and inside is None:
             return None
         entry = self.find(question)
+        # A deep copy has no number here before the script has made it, too.
         if entry is None and beyond:
             raise CollectiveError("it has made no such copy of a model")
         if entry is None or not self._has_written_alike(pending, entry, beyond):
             return None
+        # Values may have been lost without a count: a write of what another rank has.
         entry.check_here()
         if not self._has_assigned_alike(pending, entry, beyond):
             return None
@@ -142,6 +151,7 @@ class Reading:
     ) -> bool:
         """Whether the script is still where it was, and has the same tensors there."""
         assert inside is not None
+        # The counts first: a script that is still in there afterwards has written nothing since.
         alike = self._has_written_alike(pending, entry, beyond)
         return inside == collective_of(self.script.thread) and alike
 
@@ -152,6 +162,8 @@ class Reading:
         module, if there are any."""
         if pending.question.optimizer is not None:
             return True
+        # What ranks write to their own tensors by `.data` nobody sees, so it is judged by what the
+        # same lines of the script do to the absent ones beside them.
         absent = self.beside(entry.tensors)
         point, here = pending.question.point, self.writes.by_data(absent)
         alike = here == point.by_data or not absent

@@ -64,6 +64,7 @@ class Saving:
         """Asks for what is missing below a module, and copies the rest. Raises ValueError where the
         parameters themselves are wanted, and what `Asking.tensors` does."""
         trained = list(self._known(module.modules()))
+        # Pfeife looks for names, or every rank has all of it: torch's own state_dict() will do.
         if self.asking.foreign.reading or not self.asking.is_asked_for(trained):
             return
         missing = [tensor for tensor in trained if self.asking.is_missing(tensor)]
@@ -80,6 +81,8 @@ class Saving:
         if batch.by == (module, prefix) or not numbers <= batch.values.keys():
             batch.by, batch.values = (module, prefix), {}
             here = (tensor for tensor in trained if not self.asking.is_missing(tensor))
+            # All is of one moment: this thread writes nothing between these copies and the answers,
+            # which are of the point of the script at which it asks.
             copies = {self.asking.number(tensor): copied(tensor) for tensor in here}
             batch.values = copies | self.asking.tensors(missing)
             self.asking.watch_copies(batch.values)
@@ -114,6 +117,7 @@ class Saving:
 
     def before_load(self, module: nn.Module, state: Mapping[str, Any], *args: Any) -> None:
         """Loading waits for those who read, and is counted. Raises what `Service.begin` does."""
+        # What is loaded may be what state_dict() has given, changed: that is what loading is for.
         if self._trains(module):
             self.asking.service.copies.release(dict(state))
             self.asking.service.begin("loads of state")

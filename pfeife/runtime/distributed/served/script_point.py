@@ -29,6 +29,7 @@ class Place:
 
     def beyond(self, other: "Place") -> bool:
         """Whether something has begun or ended since."""
+        # A call begins all other counts anew, so it decides first.
         calls, other_calls = self.counts[0], other.counts[0]
         if calls != other_calls:
             return calls > other_calls
@@ -101,6 +102,7 @@ class ScriptCollective:
 def collective_of(thread: int) -> ScriptCollective | None:
     """The collective that a thread is in, None if it is elsewhere. Only the functions that wait for
     other ranks count, not what else stands in torch.distributed: that may run parts of scripts."""
+    # Nothing of the script is changed for it: no wrapper stands around torch.distributed.
     frame = sys._current_frames().get(thread)
     if frame is None or frame.f_code.co_filename != dist.distributed_c10d.__file__:
         return None
@@ -172,6 +174,7 @@ class Script:
         if threading.get_ident() != self.thread:
             yield
             return
+        # A rest inside of a rest, as an operation of all ranks at the end, leads back to the outer.
         before = self.now.rest
         self._rest(where, operation)
         try:
@@ -207,4 +210,5 @@ class Script:
                 return self.now.operations == point.operations + 1
             case Rest.ASKING:
                 return False
+        # It has begun one collective more than who asks: it cannot get out before that one comes.
         return inside is not None and inside.begun == point.collectives + 1

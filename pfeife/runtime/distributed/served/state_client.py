@@ -50,6 +50,8 @@ class Asking:
         """The values of absent tensors by their numbers. A rank that is `missing` none counts as
         asking, too: others may ask it at this point. Raises as `Service.tensors`."""
         values: dict[int, torch.Tensor] = {}
+        # Also where nothing is missing: a rank that has all of a model would go on otherwise, and
+        # change what others are about to ask it for.
         with self.service.script.asking():
             for rank, wanted in self._by_rank(missing).items():
                 names = [self.owners[tensor].name for tensor in wanted.values()]
@@ -91,6 +93,7 @@ class Asking:
 
     def renew(self) -> None:
         """Lets go of what nobody else has any more; the ranks are at one place."""
+        # Only what somebody else keeps alive is kept until the ranks come together again.
         references = [weakref.ref(value) for value in self.kept]
         self.kept.clear()
         self.kept.extend(value for reference in references if (value := reference()) is not None)

@@ -81,6 +81,8 @@ class Service:
         """The values that a rank has of tensors which it trains, by their numbers, on the CPU.
         Raises CollectiveError if it is not at the same point of the script, PipelineError if it is
         gone."""
+        # From now on until the next change: a write by `.data` that comes after the answer would
+        # make it one of another moment, without a count that says so.
         pairs = zip(names, wanted.values(), strict=True)
         self.late.watch(BY_DATA, pairs, self.writes.foreign.data_writes)
         written = self.writes.counted(wanted.values())
@@ -106,6 +108,7 @@ class Service:
                 for rank in range(self.world.size):
                     if rank != self.world.rank:
                         self._ask(rank, self._question(passing=True))
+        # In this order: what was written counts to the place that is about to end.
         self._close(change)
         self.writes.collect()
         self.script.move(change)
@@ -129,7 +132,9 @@ class Service:
     @contextlib.contextmanager
     def called(self) -> Iterator[None]:
         """A call of a compiled step, at which all ranks are."""
+        # All ranks come to a call, so that nobody is asked first whether it still needs something.
         self._close("calls of compiled steps")
+        # Loops may move to another thread between calls, as those of notebooks do.
         self.script.thread = threading.get_ident()
         self.script.move("calls of compiled steps")
         self.renew()
@@ -163,6 +168,7 @@ class Service:
             for layout in answer.tensors:
                 with self.world.waiting(rank):  # it has got something, and waits anew
                     tensors.append(self.post.tensor(rank, question.tag, layout))
+        # After `busy`: a refusal is of this rank alone, and fails nobody.
         if answer.refused:
             raise CollectiveError(_refused(rank, answer.refused))
         return answer, tensors

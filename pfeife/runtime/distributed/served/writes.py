@@ -111,6 +111,7 @@ class LateWrites:
         for at, (name, tensor) in enumerate(tensors):
             key = f"{name} {what}", at
             before = self.watched.get(key)
+            # The same tensor again keeps its count: what was written in between is not forgotten.
             if before is None or before.tensor is not tensor:
                 self._check(key)
                 self.watched[key] = _Watched(tensor, count, count(tensor))

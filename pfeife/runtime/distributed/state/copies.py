@@ -90,6 +90,7 @@ class Copies:
             for owner in range(mesh.replicas)
         ]
         with self._catching_up():
+            # All ranks of a column begin the same broadcasts in one order; then they wait.
             for together in zip_longest(*pieces):  # one of each owner at a time
                 under_way = []
                 for owner, piece in enumerate(together):

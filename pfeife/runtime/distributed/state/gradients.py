@@ -86,6 +86,7 @@ class Gradients:
         for group in optimizer.param_groups:
             text = _described(optimizer, group)
             self.stepped.add(text)
+            # Schedulers set groups, so a rank that leaves one out shows in what it steps with.
             shared = self._shared(group["params"])
             # Without a gradient here nothing of the group is stepped: nothing to compare.
             if shared is not None and any(p.grad is not None for p in group["params"]):
@@ -113,6 +114,7 @@ class Gradients:
         divided = self._divided(parameters)
         if divided is None:
             return
+        # Once: the trial steps a copy several times.
         self.tried.add(optimizer)
         why = why_not_apart(optimizer)
         if why:

@@ -93,6 +93,7 @@ def owners_of(
     trained = {port.fqn for port in trained_by(program) if slots[port.name].is_leaf}
     used = [port for port in ports if port.fqn in ranks]
     chosen = [port for port in used if port.fqn in trained]
+    # A program that trains nothing owns nothing: frozen parameters stay everyone's.
     if chosen:
         chosen += [port for port in used if is_frozen(port, slots[port.name])]
     replica_of = {reduction.name: reduction.owner for reduction in program.reductions}

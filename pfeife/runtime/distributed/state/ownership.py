@@ -98,6 +98,7 @@ class Ownership:
         for tensor, owned in self.known.items():
             for rank in owned.ranks:
                 bytes_of[rank % ranks] += tensor.nbytes
+        # The first of several: all ranks must choose the same.
         return bytes_of.index(min(bytes_of))
 
     def of(self, program: Program, slots: Slots, mesh: Mesh) -> dict[str, frozenset[int]]:
@@ -135,6 +136,14 @@ class Ownership:
         must have the same values on every rank, else CollectiveError is raised: then one of them
         was seeded otherwise, or was given another batch, unless replicas have batches that are
         `apart`."""
+        # In this order, since what is let go of cannot be had back:
+        #
+        #   of             what has owners is in this mesh            raises, nothing is changed
+        #   _check_alike   the rest has the same values everywhere    raises, nothing is changed
+        #   owners_of      each tensor gets its ranks and a number
+        #   check_memory   none shares memory across ranks            raises, nothing is changed
+        #   _make_own      deferred ones get the values of this rank
+        #   _note          foreign ones lose theirs
         owners = self.of(program, slots, mesh)
         ports = [port for port in program.inputs if port.role != Role.SIZE]
         new = [p for p in ports if p.name in slots and p.fqn not in owners]
@@ -193,6 +202,7 @@ class Ownership:
         """The same of tensors by their names, in a mesh, or that of what is trained."""
         if all(len(owned.holders) == world.size for owned in self.owned.values()):
             return
+        # All that ranks train is in one mesh: `of` refuses another.
         mesh = mesh or next(iter(self.owned.values())).mesh
         new = {n: value for n, value in state.items() if isinstance(value, torch.Tensor)}
         new = {n: o for n, o in new.items() if o not in self.known and not is_waiting(o)}
@@ -202,6 +212,7 @@ class Ownership:
             self._note(new[name], Owned(number, name, ranks, mesh, alike), world.rank)
 
     def _note(self, tensor: torch.Tensor, owned: Owned, rank: int) -> None:
+        # Kept until all ranks come together: another one may ask for what this script has dropped.
         self.known[tensor] = owned
         self.asking.keep(tensor)
         self.asking.numbered[owned.number] = tensor
@@ -222,6 +233,7 @@ class Ownership:
         if self.checked.get(program) == len(self.owned):
             return False
         owners, ranks = self.of(program, slots, mesh), ranks_of(program)
+        # Owners are for ever, so only a program can be the one that is wrong.
         if any(ranks.get(name, frozenset()) - owner_ranks for name, owner_ranks in owners.items()):
             return True
         self.checked[program] = len(self.owned)

@@ -42,6 +42,7 @@ class Norms:
         """The norm of a gradient that another rank has, 0.0 if it has none; it is told once
         (collective if it is not told)."""
         if number not in self.told.get(order, {}):
+            # All of them at once: who asks for one, as clip_grad_norm_ does, asks for the others.
             self.told[order] = self._asked(order)
         return self.told[order].pop(number)
 
@@ -121,6 +122,7 @@ def is_here(gradient: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
 
 def gradient_of(parameter: torch.Tensor, norms: Norms, computed: bool = False) -> torch.Tensor:
     """That of a parameter that other ranks train."""
+    # The gradient of a parameter may be of another dtype than the parameter.
     dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype  # of newer torch
     like = _torch.as_meta(parameter).to(dtype)
     owned = norms.owners[parameter]

@@ -84,6 +84,7 @@ class Foreign:
 
     def _let_go(self, tensor: torch.Tensor) -> None:
         state = self.found[tensor]
+        # Noted before: an interrupt that comes in between must leave a record to count by.
         become_absent(tensor, state)
         state.writes, state.version = 0, version_of(tensor)
 
@@ -94,6 +95,7 @@ class Foreign:
 
     def forget(self, numbers: Iterable[int]) -> None:
         """Lets go of the values of some tensors again."""
+        # A loop over all is slow where a model has many tensors, and mostly nothing is wanted.
         wanted = set(numbers)
         for tensor, state in self.found.items() if wanted else ():
             if state.owned.number in wanted:

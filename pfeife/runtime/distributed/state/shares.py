@@ -63,6 +63,7 @@ def share_of_model(model: nn.Module, state: Mapping[str, Any], world: World) -> 
     share = {}
     for name, value in state.items():
         owned = owner_of(value, world)
+        # torch writes a value once, whichever rank gives it, so that all may give what all have.
         if owned is not None and (lacks(value) or not _writes(owned, world.rank)):
             continue
         share[name] = value.detach() if isinstance(value, torch.Tensor) else value

@@ -119,6 +119,18 @@ def agree_on(
     ownership.factors.clear()  # on all ranks, which have come to this
     borrowed = borrowed or UntrainedState()
     every = _read(texts)
+    # What a rank has told, who compares it, and what comes of a difference:
+    #
+    #   copied             all ranks              those of some ranks alone are no state
+    #   factors            all ranks              CollectiveError: other gradients
+    #   stepped            all ranks              a warning
+    #   settings           ranks of a group       CollectiveError: another learning rate
+    #   steps, loaded      all ranks              nobody is asked for state, CollectiveError
+    #   lost, absent       nobody                 CollectiveError: nobody has the values any more
+    #   wrote              those who have it      CollectiveError: written by who lacks it alone
+    #   changed            those who have it      values are compared, then let go of
+    #   shared, borrowed   those who have it      values are compared
+    #   behind             replicas               copies are made anew
     # Copies first: what follows goes by the numbers of tensors, and then they have some.
     ownership.number_copies([news.copied for news in every])
     _compare_backwards(every)
@@ -216,6 +228,7 @@ def _compare_changed(
 ) -> None:
     """Compares what ranks have written to state of others with what these have. `tensors` are
     this rank's by their numbers."""
+    # Values travel as checksums: a whole checkpoint may have been loaded on each rank.
     changed = {rank: {*news.changed} for rank, news in enumerate(every) if news.changed}
     numbers = sorted(set().union(*changed.values()))
     sums = world.checksums([tensors.get(number) for number in numbers]) if numbers else []

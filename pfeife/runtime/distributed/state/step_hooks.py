@@ -56,6 +56,7 @@ class StepHooks:
 
     @torch.compiler.disable
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        # Before copies come: an error there must not leave gradients hidden.
         self._give_back(optimizer)
         self.copies.after(optimizer)
         self.optimizers.after(optimizer)  # the step is over, for those who ask for state, too

@@ -92,6 +92,8 @@ class Writing:
             with self._failures():
                 _alone(state, writer) if self.world is None else dcp.save(dict(state), **options)
             return
+        # Copied here, before the script goes on and writes to it; torch's own threads and pinned
+        # memory are left out, since one copy at a time is all there is.
         stager = DefaultStager(StagingOptions(False, False, False, False))
         with self._failures():
             if self.world is None:
@@ -101,6 +103,7 @@ class Writing:
             else:
                 saving = dcp.async_save(dict(state), async_stager=stager, **options)
         self.now = saving if isinstance(saving, Future) else saving.upload_completion
+        # Whatever comes of it: a script that never waits must not keep the copy.
         self.now.add_done_callback(lambda _: stager.close())
         self.now.add_done_callback(_say)
 
