@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pfeife.runtime.distributed.batches.rank0_broadcast import Announced, Structure, structure_of
+from pfeife.runtime.distributed.batches.rank0_broadcast import Announced
 from pfeife.runtime.distributed.liveness.heartbeat import Activity
 from pfeife.runtime.distributed.process_group import world_so_far
 from pfeife.runtime.failure import CollectiveError
@@ -24,12 +24,10 @@ def from_main(value: Any, what: str) -> Any:
     if world is None:
         return value
 
-    def find() -> Structure:
-        structure, tensors = structure_of(value)
-        if tensors:
-            raise CollectiveError(f"{what} of a tensor {list(tensors[0].shape)}: give its numbers")
-        return structure
-
-    structure = Announced(what)(world, find)
-    assert structure is not None
+    announcement = Announced(what)(world, lambda: value)
+    assert announcement is not None
+    structure, _ = announcement
+    if structure.tensors:
+        shape = list(structure.tensors[0].shape)
+        raise CollectiveError(f"{what} of a tensor {shape}: give its numbers")
     return structure.filled(())

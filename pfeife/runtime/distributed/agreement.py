@@ -20,6 +20,7 @@ from pfeife import _torch
 from pfeife._torch import is_absent
 from pfeife.data import plain
 from pfeife.runtime.distributed.links.connection import Connection
+from pfeife.runtime.distributed.served.questions import encoded_text, text_bytes, text_of
 from pfeife.runtime.failure import CollectiveError
 
 _SHORT = 128  # bytes of a note from which on it has a message of its own
@@ -130,17 +131,13 @@ class AllRanks(ABC):
 
     def from_rank_zero(self, text: str) -> str:
         """Rank 0's text, on every rank (collective)."""
-        data = self._bytes(text)
+        data = text_bytes(text).to(self.device)
         size = torch.tensor([data.numel()], device=self.device)
         self.broadcast(size, 0)
         _check_length(int(size), 0)
-        shared = (
-            data
-            if self.rank == 0
-            else torch.empty(int(size), dtype=torch.uint8, device=self.device)
-        )
+        shared = data if self.rank == 0 else data.new_empty(int(size))
         self.broadcast(shared, 0)
-        return bytes(shared.tolist()).decode()
+        return text_of(shared)
 
     def decided_by_rank_zero(self, decide: Callable[[], str]) -> str:
         """What rank 0 decides, on every rank (collective). If that raises a ValueError there, all
@@ -158,7 +155,7 @@ class AllRanks(ABC):
 
     def from_all_ranks(self, text: str) -> list[str]:
         """Every rank's text, on every rank (collective)."""
-        data = self._bytes(text)
+        data = text_bytes(text).to(self.device)
         # A gather wants tensors of one size, so the sizes come first; a text from another machine
         # is not believed to be of any length.
         sizes = [int(size) for size in self.gather(torch.tensor([len(data)], device=self.device))]
@@ -167,12 +164,7 @@ class AllRanks(ABC):
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
         padded[: len(data)] = data
         parts = zip(self.gather(padded), sizes, strict=True)
-        return [bytes(part[:size].tolist()).decode() for part, size in parts]
-
-    def _bytes(self, text: str) -> torch.Tensor:
-        data = bytearray(_encoded(text))
-        encoded = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0)
-        return encoded.to(self.device, torch.uint8)
+        return [text_of(part[:size]) for part, size in parts]
 
     def check_agreement(self, text: str, what: str) -> None:
         """Raises CollectiveError on every rank unless all ranks give the same text (collective);
@@ -198,9 +190,9 @@ class AllRanks(ABC):
         cannot go on: with its own words there, and on the others with the rank in front."""
         # One gather of a fixed size while all goes well; the texts follow only if they differ.
         text = f"{what}\0{text}"
-        compared = (_encoded(comparable(part)) for part in (text, own))
+        compared = (encoded_text(comparable(part)) for part in (text, own))
         digest, own_digest = (hashlib.sha256(encoded).digest() for encoded in compared)
-        noted = _encoded(note)
+        noted = encoded_text(note)
         short = noted if len(noted) < _SHORT else b""
         size = min(len(noted), _SHORT)
         data = _ADDED.pack(b"" if refused else digest, number, size, short, own_digest[:16])
@@ -236,10 +228,6 @@ class AllRanks(ABC):
             -1 if tensor is None or is_absent(tensor) else checksum(tensor) for tensor in tensors
         ]
         return self.gather(torch.tensor(sums, device=self.device))
-
-
-def _encoded(text: str) -> bytes:
-    return text.encode("utf-8", "backslashreplace")
 
 
 def _check_length(size: int, rank: int) -> None:

@@ -9,7 +9,7 @@ from pfeife.ir.evaluate import Result
 from pfeife.ir.parts import Role
 from pfeife.ir.program import Program
 from pfeife.ir.statistics import tracked_names
-from pfeife.runtime.distributed.packing import pack, room, unpack
+from pfeife.runtime.distributed.packing import pack, room, views
 from pfeife.runtime.distributed.world import World
 from pfeife.runtime.results import owner
 
@@ -27,20 +27,13 @@ def statistics_of_all(
     for port in ports:
         sizes[owner(program, port)] += room([port.bytes])
     own_ports = [port for port in ports if owner(program, port) == rank]
-    message = pack(
-        [microbatch[port.fqn] for microbatch in result.statistics for port in own_ports],
-        world.device,
-    )
+    own = [microbatch[port.fqn] for microbatch in result.statistics for port in own_ports]
+    message = pack(own, world.device)
     # A gather wants as many bytes of each rank as of the one that has most.
     missing = max(sizes.values()) * len(result.statistics) - len(message)
     gathered = world.gather(torch.cat([message, message.new_zeros(missing)]))
     statistics: list[dict[str, torch.Tensor]] = []
     for replica in range(mesh.replicas):
-        of_replica = [
-            {p.fqn: torch.empty_like(microbatch[p.fqn]) for p in own_ports}
-            for microbatch in result.statistics
-        ]
-        values = [value for microbatch in of_replica for value in microbatch.values()]
-        unpack(gathered[mesh.in_world(replica, rank)], values)
-        statistics += of_replica
+        values = views(gathered[mesh.in_world(replica, rank)], own)
+        statistics += [{p.fqn: next(values) for p in own_ports} for _ in result.statistics]
     return tuple(statistics)

@@ -12,9 +12,9 @@ from pfeife.data.machine import Mesh
 from pfeife.runtime.distributed.batches.meshes import mesh_of
 from pfeife.runtime.distributed.batches.rank0_broadcast import (
     Announced,
+    Announcement,
     Structure,
     share,
-    structure_of,
 )
 from pfeife.runtime.distributed.process_group import join_world, number_of
 from pfeife.runtime.distributed.world import World
@@ -88,21 +88,14 @@ class RankZeroLoader:
         if world is None:
             yield from self._given()
             return
-        batches, sent = self._each(), list[torch.Tensor]()
-
-        def find() -> Structure | None:
-            for value in batches:
-                structure, sent[:] = structure_of(value)
-                return structure
-            return None
-
+        batches = self._each()
         while True:
             # After a failure there is another world.
             world = join_world(self.device) or world
-            structure = _announced(self.announced, world, find)
-            if structure is None:
+            announcement = _announced(self.announced, world, batches.__next__)
+            if announcement is None:
                 return
-            yield structure.filled(self._tensors(world, structure, sent))
+            yield announcement[0].filled(self._tensors(world, *announcement))
 
     def __len__(self) -> int:
         """That of rank 0's loader (collective). Raises TypeError if it has none, on every rank:
@@ -111,16 +104,16 @@ class RankZeroLoader:
         if world is None:
             return len(self._given())  # type: ignore[arg-type]
 
-        def find() -> Structure | None:
+        def count() -> int:
             try:
-                return structure_of(len(self._given()))[0]  # type: ignore[arg-type]
+                return len(self._given())  # type: ignore[arg-type]
             except TypeError:
-                return None
+                raise StopIteration from None
 
-        structure = _announced(Announced("the length of from_rank0"), world, find)
-        if structure is None:
+        announcement = _announced(Announced("the length of from_rank0"), world, count)
+        if announcement is None:
             raise TypeError("the loader that rank 0 has given to from_rank0 has no length")
-        return int(structure.filled(()))
+        return int(announcement[0].filled(()))
 
     def _each(self) -> Iterator[Any]:
         yield from self._given()
@@ -141,12 +134,10 @@ class RankZeroLoader:
         return tensors
 
 
-def _announced(
-    announced: Announced, world: World, find: Callable[[], Structure | None]
-) -> Structure | None:
-    """What rank 0 finds; its own exception there."""
+def _announced(announced: Announced, world: World, give: Callable[[], Any]) -> Announcement | None:
+    """What rank 0 is given; its own exception there."""
     try:
-        return announced(world, find)
+        return announced(world, give)
     except CollectiveError as refusal:
         if world.rank == 0 and refusal.__cause__ is not None:
             raise refusal.__cause__ from None

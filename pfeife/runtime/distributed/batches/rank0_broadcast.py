@@ -105,19 +105,26 @@ class _Told:
         return attrs.evolve(self, structures=()) if len(self.structures) == _MOST else self
 
 
+Announcement = tuple[Structure, Sequence[torch.Tensor]]  # the tensors on rank 0 alone
+
+
 class Announced:
     """What rank 0 announces at one place of the script."""
 
     def __init__(self, place: str):
         self.place, self.told = place, _Told()
 
-    def __call__(self, world: World, find: Callable[[], Structure | None]) -> Structure | None:
-        """What rank 0 finds, on every rank, None for the end (collective). If it raises there, all
+    def __call__(self, world: World, give: Callable[[], Any]) -> Announcement | None:
+        """The structure of what `give` gives on rank 0, on every rank, and its tensors there; None
+        for the end, where it raises StopIteration (collective). If it raises anything else, all
         ranks raise a CollectiveError that tells of it, rank 0 with the exception as its cause."""
         before, structure, refused = self.told.before(world), None, None
+        tensors: Sequence[torch.Tensor] = ()
         if world.rank == 0:
             try:
-                structure = find()
+                structure, tensors = structure_of(give())
+            except StopIteration:
+                pass
             except Exception as error:
                 refused = error
         # Most batches are like one before: then a number is all that travels beside the bytes.
@@ -131,7 +138,7 @@ class Announced:
                 text = world.from_rank_zero(plain.to_json(structure) if structure else "")
                 structures = (*structures, plain.from_json(Structure, text))
         self.told = _Told(before.generation, before.calls + 1, structures)
-        return None if number == _END else structures[number]
+        return None if number == _END else (structures[number], tensors)
 
 
 def share(world: World, tensors: Sequence[torch.Tensor]) -> None:

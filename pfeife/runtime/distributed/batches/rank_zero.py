@@ -8,9 +8,7 @@ import torch
 
 from pfeife.runtime.distributed.batches.rank0_broadcast import (
     Announced,
-    Structure,
     share,
-    structure_of,
 )
 from pfeife.runtime.distributed.links.connection import FOREVER, Connection
 from pfeife.runtime.distributed.liveness.heartbeat import Activity
@@ -77,15 +75,9 @@ class CallOfRankZero:
     ) -> tuple[tuple[Any, ...], dict[str, Any], Sent]:
         """Rank 0's arguments, on every rank (collective); those that the others were given do not
         count. Raises CollectiveError for what cannot be sent."""
-        tensors: Sequence[torch.Tensor] = ()
-
-        def find() -> Structure:
-            nonlocal tensors
-            structure, tensors = structure_of([args, dict(kwargs)])
-            return structure
-
-        structure = self.announced(world, find)
-        assert structure is not None
+        announcement = self.announced(world, lambda: [args, dict(kwargs)])
+        assert announcement is not None
+        structure, tensors = announcement
         tensors = structure.empty(world.device) if world.rank else tensors
         positional, named = structure.filled(tensors)
         return positional, named, Sent(world, tensors)

@@ -1,5 +1,6 @@
 """How the ranks find one another: over a store that all of them reach."""
 
+import itertools
 import time
 
 from torch import distributed as dist
@@ -11,20 +12,7 @@ from pfeife.runtime.failure import Failure, PipelineError
 def rendezvous(store: dist.Store, rank: int, size: int, timeout: float, first: int = 0) -> int:
     """Waits until all ranks are here. Returns the number of the round (`first` or later) in which
     they have met; raises PipelineError if ranks have not come after `timeout` seconds, or have
-    left their program."""
-    number, missing = _rounds(store, rank, size, timeout, first)
-    if not missing:
-        return number
-    which = f"ranks {missing} of {size} are" if len(missing) > 1 else f"of {size} ranks it is"
-    cause = f"it has not arrived: {which} missing (timeout={timeout:g})"
-    raise PipelineError(Failure(missing[0], "", cause))
-
-
-def _rounds(
-    store: dist.Store, rank: int, size: int, timeout: float, first: int = 0
-) -> tuple[int, list[int]]:
-    """The number of the round in which the ranks have met, and those that were missing: none, or
-    all ranks that came are told the same.
+    left their program.
 
     A round is over for all when one rank has given it up, and who comes later waits in the next:
     so nobody goes on with a rank that has turned away.
@@ -32,13 +20,17 @@ def _rounds(
         round 0   ranks 0 and 1 are here, 2 is not: after the timeout the verdict is [2]
         round 1   rank 2 comes, finds the verdict of round 0, and waits here for the others
     """
-    number = first
-    while True:
+    for number in itertools.count(first):
         missing = _round(store, number, rank, size, timeout)
         if missing is None or rank in missing:
-            number += 1
-        else:
-            return number, missing
+            continue
+        if not missing:
+            return number
+        # All ranks that came are told the same.
+        which = f"ranks {missing} of {size} are" if len(missing) > 1 else f"of {size} ranks it is"
+        cause = f"it has not arrived: {which} missing (timeout={timeout:g})"
+        raise PipelineError(Failure(missing[0], "", cause))
+    raise AssertionError("there is a next round")
 
 
 def _round(

@@ -3,16 +3,13 @@
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-
-import torch
+from collections.abc import Callable, Iterator, Sequence
 
 from pfeife.data import plain
 from pfeife.runtime.distributed.peers import Peers
 from pfeife.runtime.distributed.served.posting import NEVER, Post, texts
 from pfeife.runtime.distributed.served.questions import Answer, Question, StateEntry
 from pfeife.runtime.distributed.served.reading import Pending, Reading
-from pfeife.runtime.distributed.served.writes import LateWrites, Writes
 from pfeife.runtime.failure import failure_of
 from pfeife.runtime.threads import started
 
@@ -23,21 +20,10 @@ _TICK = 0.02  # seconds after which who has a question looks whether the script 
 
 
 class Answering:
-    """Answers the questions that come over `post`. `find` gives what answers one, `writes` counts
-    what the script has written by hand, `late` is told what it may not write to any more,
-    `beside` is as in `Service`."""
+    """Answers the questions that come over `post` with what `reading` has for them."""
 
-    def __init__(
-        self,
-        world: Peers,
-        post: Post,
-        find: Callable[[Question], StateEntry | None],
-        writes: Writes,
-        late: LateWrites,
-        beside: Callable[[Collection[torch.Tensor]], set[torch.Tensor]],
-    ) -> None:
-        self.world, self.script, self.post = world, world.script, post
-        self.reading = Reading(world, find, writes, late, beside)
+    def __init__(self, world: Peers, post: Post, reading: Reading) -> None:
+        self.world, self.script, self.post, self.reading = world, world.script, post, reading
         self.arrived: list[Pending] = []  # that nobody has looked at
         self.over = threading.Event()
         threads = {"receives questions": self._receive, "answers": self._serve}

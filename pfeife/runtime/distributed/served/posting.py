@@ -8,7 +8,7 @@ from torch import distributed as dist
 
 from pfeife.data import plain
 from pfeife.runtime.distributed.links.connection import FOREVER, Connection
-from pfeife.runtime.distributed.served.questions import Shaped, as_bytes
+from pfeife.runtime.distributed.served.questions import Shaped, as_bytes, text_bytes, text_of
 
 NEVER = 1  # the tag of a text that nobody sends; answers have those that the questions say
 OVER = ""  # the last text that a rank leaves, for itself
@@ -48,7 +48,7 @@ class Post:
 
     def send(self, rank: int, tag: int, text: str, tensors: Sequence[torch.Tensor] = ()) -> None:
         """Returns when all has been taken."""
-        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        data = text_bytes(text)
         # The length first: the other end has no other way to know how much to receive.
         head = torch.tensor([len(data)])
         dense = (
@@ -66,7 +66,7 @@ class Post:
             raise ValueError(f"rank {rank} sends a text of {length} bytes")
         data = torch.empty(length, dtype=torch.uint8)
         self._group().recv([data], rank, tag).wait(FOREVER)
-        return bytes(data.numpy()).decode()
+        return text_of(data)
 
     def tensor(self, rank: int, tag: int, layout: Shaped) -> torch.Tensor:
         """The next tensor of a rank, as it was told of. Raises ValueError for what is none."""

@@ -116,6 +116,22 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
+def encoded_text(text: str) -> bytes:
+    """As it travels: half a surrogate pair, as names of files may have, is spelled out."""
+    return text.encode("utf-8", "backslashreplace")
+
+
+def text_bytes(text: str) -> torch.Tensor:
+    """A text as a tensor of bytes."""
+    data = bytearray(encoded_text(text))
+    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def text_of(data: torch.Tensor) -> str:
+    """The text of such bytes."""
+    return bytes(data.tolist()).decode()
+
+
 def as_bytes(dense: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor, in its own memory."""
     return dense.reshape(-1).view(torch.uint8)

@@ -28,8 +28,9 @@ class Pending:
 
 
 class Reading:
-    """Answers questions with the script's lock, so that a rest does not end meanwhile. The
-    arguments are as in `Answering`."""
+    """Answers questions with the script's lock, so that a rest does not end meanwhile. `find` gives
+    what answers one, `writes` counts what the script has written by hand, `late` is told what it
+    may not write to any more, `beside` is as in `Service`."""
 
     def __init__(
         self,

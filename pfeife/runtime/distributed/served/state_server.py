@@ -22,6 +22,7 @@ from pfeife.runtime.distributed.peers import Peers
 from pfeife.runtime.distributed.served.answering import Answering
 from pfeife.runtime.distributed.served.posting import NEVER, Post, leave
 from pfeife.runtime.distributed.served.questions import Answer, Named, Question, StateEntry, decoded
+from pfeife.runtime.distributed.served.reading import Reading
 from pfeife.runtime.distributed.served.script_point import Change, Rest
 from pfeife.runtime.distributed.served.writes import BY_DATA, LateWrites, Writes
 from pfeife.runtime.failure import CollectiveError
@@ -66,7 +67,8 @@ class Service:
         self.asking = threading.Lock()  # one question at a time
         writes.forget()
         self.renew = renew
-        self.answering = Answering(world, self.post, find, writes, self.late, beside)
+        reading = Reading(world, find, writes, self.late, beside)
+        self.answering = Answering(world, self.post, reading)
 
     def end(self) -> None:
         """Answers nobody any more, and lets go of the connection."""
