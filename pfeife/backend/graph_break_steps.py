@@ -18,6 +18,7 @@ from pfeife.data.progress import Shown, shown
 from pfeife.ir.parts import Role
 from pfeife.runtime.distributed.batches.rank_zero import Sent
 from pfeife.runtime.distributed.process_group import world_so_far
+from pfeife.runtime.distributed.state.owned import least_loaded
 from pfeife.runtime.distributed.world import World
 from pfeife.runtime.failure import CollectiveError
 
@@ -101,7 +102,7 @@ class PieceSteps(Steps):
         one = attrs.evolve(builder, options=_one_microbatch(builder.options))
         yield one
         ranks = builder.mesh(world).ranks
-        least = world.decided_by_rank_zero(lambda: str(world.ownership.least(ranks)))
+        least = world.decided_by_rank_zero(lambda: str(least_loaded(world.ownership.known, ranks)))
         yield attrs.evolve(one, options=attrs.evolve(one.options, stages=1), home=int(least))
 
     def _unless_ever_new(self, builder: Builder) -> Builder:

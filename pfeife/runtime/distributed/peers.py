@@ -1,12 +1,22 @@
-"""The processes that work together: they agree, wait for one another and stop together."""
+"""The processes that work together: they agree, wait for one another and stop together.
 
+What a rank is at, and for whom it waits there, is a stack:
+
+    step(batch)                 busy: "the inputs of a step"
+                                busy: "action 0F0 (...)"
+      a message of rank 1         waiting for 1, inside of that      <- what the other threads see
+"""
+
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
+import attrs
 import torch
 import torch.distributed as dist
 
@@ -23,21 +33,144 @@ from pfeife.runtime.distributed.links.connection import (
 from pfeife.runtime.distributed.links.reducing import Reducer
 from pfeife.runtime.distributed.links.warm_up import ALL_RANKS, use_once
 from pfeife.runtime.distributed.liveness import diagnosis
-from pfeife.runtime.distributed.liveness.busy import Busy
 from pfeife.runtime.distributed.liveness.ending import end_process
-from pfeife.runtime.distributed.liveness.heartbeat import ALL, INTERVAL, Activity, Monitor
+from pfeife.runtime.distributed.liveness.heartbeat import (
+    ALL,
+    BUILDING,
+    INTERVAL,
+    OUTSIDE,
+    Activity,
+    Monitor,
+)
 from pfeife.runtime.distributed.liveness.keepalive import SILENCE, Lifelines
 from pfeife.runtime.distributed.liveness.rendezvous import rendezvous
 from pfeife.runtime.distributed.liveness.watchdog import WaitWatchdog
 from pfeife.runtime.distributed.served.posting import OVER, leave
 from pfeife.runtime.distributed.served.script_point import Rest, Script
-from pfeife.runtime.failure import Failure, PipelineError, failure_of
+from pfeife.runtime.failure import CollectiveError, Failure, PipelineError, failure_of
 
 log = logging.getLogger("pfeife")
 
 GRACE = 7.0  # seconds that a rank has to come out of its step when another one has failed
 _TICK = 0.05  # seconds
 SLICE = timedelta(seconds=INTERVAL)
+
+
+class Busy(ABC):
+    """What a rank is at: a stack, the innermost last. The threads that look after the rank read its
+    end, and never find it empty; `waited` are the seconds that the rank has waited so far, for
+    messages and for all ranks. Outside of all this it runs its script, which `doing` tells of."""
+
+    def __init__(self, doing: Callable[[], Activity]) -> None:
+        self.doing = doing
+        self.looks: list[Callable[[], Activity]] = [_outside]
+        self.waited = 0.0
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raises PipelineError if any rank has failed."""
+
+    @abstractmethod
+    def failed(self, error: BaseException, where: str) -> None:
+        """Stops all ranks, since this one has raised an exception."""
+
+    @abstractmethod
+    def lost(self, peer: int | None, error: RuntimeError) -> PipelineError:
+        """The error to raise when a message from or to a rank of the world (None if it is not
+        known which) has failed."""
+
+    @property
+    def inside(self) -> bool:
+        """Whether a thread is at something that other ranks may wait for."""
+        return len(self.looks) > 1
+
+    def look(self) -> Activity:
+        """What this rank is at. Other threads ask."""
+        doing = self.looks[-1]()
+        return self.doing() if doing == _outside() else doing
+
+    @contextlib.contextmanager
+    def at(self, look: Callable[[], Activity]) -> Iterator[None]:
+        """While the calling thread is at what `look` tells."""
+        self.looks.append(look)
+        try:
+            yield
+        finally:
+            # Not the last one: another thread may have come in between.
+            self.looks.remove(look)
+
+    def waiting(self, rank: int) -> "Waiting":
+        """While the calling thread waits for a rank of the world, or for `ALL`. Raises as
+        `reaching`."""
+        return Waiting(self, rank)
+
+    def reaching(self, rank: int | None) -> "Reaching":
+        """While messages go from or to a rank of the world, None for one that is not known. Raises
+        PipelineError, which says why, where one fails."""
+        return Reaching(self, rank)
+
+    @contextlib.contextmanager
+    def busy(self, look: Callable[[], Activity]) -> Iterator[None]:
+        """While the calling thread is at something that other ranks may wait for.
+
+        Raises PipelineError if a rank has failed already. An exception inside fails all ranks.
+        """
+        self.check()
+        with self.at(look):
+            try:
+                yield
+            except (PipelineError, CollectiveError):
+                raise
+            except BaseException as error:
+                self.failed(error, look().text)
+                raise
+
+    def building(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """While this rank prepares something, which may take longer than the timeout."""
+        return self.busy(lambda: Activity(BUILDING + what))
+
+
+def _outside() -> Activity:
+    return Activity(OUTSIDE)
+
+
+class Reaching:
+    """See `Busy.reaching`: every message passes here, and a class takes a third of the time of a
+    generator."""
+
+    def __init__(self, busy: Busy, rank: int | None):
+        self.busy, self.rank = busy, rank
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, PipelineError):
+            raise self.busy.lost(self.rank, error) from error
+
+
+class Waiting(Reaching):
+    """See `Busy.waiting`; it tells what the rank is at meanwhile."""
+
+    def __init__(self, busy: Busy, rank: int):
+        super().__init__(busy, None if rank == ALL else rank)
+        self.awaited, self.since = rank, time.monotonic()
+        # What is outside goes on being asked: its text may tell more by then.
+        self.outer = busy.looks[-1]
+
+    def __call__(self) -> Activity:
+        """Asked by other threads."""
+        return attrs.evolve(self.outer(), waits_for=self.awaited, since=self.since)
+
+    def __enter__(self) -> None:
+        self.busy.looks.append(self)
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        try:
+            super().__exit__(kind, error, trace)
+        finally:
+            self.busy.looks.remove(self)
+            self.busy.waited += time.monotonic() - self.since
 
 
 class Peers(Busy, AllRanks):

@@ -52,7 +52,7 @@ class Sent:
                     self._receive(connection, read[self.world.rank])
 
     def _send(self, connection: Connection, read: Mapping[int, Sequence[torch.Tensor]]) -> None:
-        # Packed before any is sent: Gloo sends in the background, and views of one batch overlap.
+        # Kept until all is sent: Gloo reads from their memory meanwhile.
         messages = {rank: pack(views) for rank, views in read.items() if rank and views}
         works = [connection.group.send([message], rank, 0) for rank, message in messages.items()]
         for work in works:

@@ -63,6 +63,16 @@ class Owned:
         return self.mesh.place(rank)[1] in self.ranks
 
 
+def least_loaded(owners: Mapping[torch.Tensor, Owned], ranks: int) -> int:
+    """The rank of a pipeline of so many that trains the fewest bytes."""
+    bytes_of = [0] * ranks
+    for tensor, owned in owners.items():
+        for rank in owned.ranks:
+            bytes_of[rank % ranks] += tensor.nbytes
+    # The first of several: all ranks must choose the same.
+    return bytes_of.index(min(bytes_of))
+
+
 def ranks_of(program: Program) -> dict[str, frozenset[int]]:
     """By canonical name the ranks that read a parameter or buffer, or make a part of its gradient
     or update."""

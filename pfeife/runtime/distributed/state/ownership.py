@@ -1,7 +1,7 @@
 """Which ranks train which state, for all programs of this process: they keep to it."""
 
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -81,25 +81,11 @@ class Ownership:
 
     def owns_any(self, values: Iterable[Any]) -> bool:
         """Whether some rank trains any of these."""
-        return any(isinstance(value, torch.Tensor) and value in self.known for value in values)
+        return any(True for _ in self._among(values))
 
     def meshes(self, values: Iterable[Any]) -> set[Mesh]:
         """In which meshes any of these are trained."""
-        owners = self.known
-        return {
-            owners[value].mesh
-            for value in values
-            if isinstance(value, torch.Tensor) and value in owners
-        }
-
-    def least(self, ranks: int) -> int:
-        """The rank of a pipeline of so many that trains the fewest bytes."""
-        bytes_of = [0] * ranks
-        for tensor, owned in self.known.items():
-            for rank in owned.ranks:
-                bytes_of[rank % ranks] += tensor.nbytes
-        # The first of several: all ranks must choose the same.
-        return bytes_of.index(min(bytes_of))
+        return {owned.mesh for _, owned in self._among(values)}
 
     def of(self, program: Program, slots: Slots, mesh: Mesh) -> dict[str, frozenset[int]]:
         """The owners of a program's state by canonical names. Raises CollectiveError for those in
@@ -212,8 +198,8 @@ class Ownership:
             self._note(new[name], Owned(number, name, ranks, mesh, alike), world.rank)
 
     def _note(self, tensor: torch.Tensor, owned: Owned, rank: int) -> None:
-        # Kept until all ranks come together: another one may ask for what this script has dropped.
         self.known[tensor] = owned
+        # Another rank may ask for what this script has dropped, until all ranks come together.
         self.asking.keep(tensor)
         self.asking.numbered[owned.number] = tensor
         self.owned[owned.number] = owned
@@ -241,9 +227,13 @@ class Ownership:
 
     def among(self, args: Sequence[Any]) -> dict[int, torch.Tensor]:
         """Those of some arguments that ranks own, by their numbers, in order."""
-        owned = [value for value in args if isinstance(value, torch.Tensor) and value in self.known]
-        numbered = {self.known[tensor].number: tensor for tensor in owned}
+        numbered = {owned.number: tensor for tensor, owned in self._among(args)}
         return {number: numbered[number] for number in sorted(numbered)}
+
+    def _among(self, values: Iterable[Any]) -> Iterator[tuple[torch.Tensor, Owned]]:
+        for value in values:
+            if isinstance(value, torch.Tensor) and value in self.known:
+                yield value, self.known[value]
 
 
 def _check_written(target: Owned, written: Owned, absent: bool, frozen: Collection[int]) -> None:

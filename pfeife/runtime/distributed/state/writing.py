@@ -92,8 +92,7 @@ class Writing:
             with self._failures():
                 _alone(state, writer) if self.world is None else dcp.save(dict(state), **options)
             return
-        # Copied here, before the script goes on and writes to it; torch's own threads and pinned
-        # memory are left out, since one copy at a time is all there is.
+        # Copied before this returns, and not by a thread: the script goes on and writes to it.
         stager = DefaultStager(StagingOptions(False, False, False, False))
         with self._failures():
             if self.world is None:
