@@ -1,15 +1,20 @@
 """The processes that work together, and the state that they train."""
 
+import logging
+import sys
 import time
 
 import torch
 
 from pfeife.runtime.distributed.liveness import diagnosis
-from pfeife.runtime.distributed.liveness.heartbeat import kept_by_torchrun
+from pfeife.runtime.distributed.liveness.heartbeat import ENDED, Activity, kept_by_torchrun
 from pfeife.runtime.distributed.peers import GRACE, Peers
-from pfeife.runtime.distributed.served.exit_barrier import stay
+from pfeife.runtime.distributed.served.exit_barrier import wait_for_others
+from pfeife.runtime.distributed.served.script_point import Rest
 from pfeife.runtime.distributed.served.state_server import Service
 from pfeife.runtime.distributed.state.ownership import Ownership
+
+log = logging.getLogger("pfeife")
 
 _ASKED = "asked"  # what the connection of the service is for
 
@@ -63,13 +68,28 @@ class World(Peers):
             if ending is not None:
                 self.ending.append(ending)
 
+    def _stay(self) -> None:
+        """Returns when the scripts of all ranks have ended: others may still ask for state that
+        this one has.
+
+        Meanwhile it answers them, and does nothing else: its other connections are closed, so that
+        a rank that makes a further step fails, as if this process had ended."""
+        # Only now: a script that has failed has more to say than this.
+        late = self.service.wrong()
+        if late is not None:  # no call comes that would raise it
+            log.error("rank %d: %s", self.rank, late)
+        self.disconnect()
+        with self.at(lambda: Activity(ENDED)), self.script.resting(Rest.END):
+            wait_for_others(self)
+
     def leave(self) -> None:
         """Tells the others that this process ends, once they need nothing of it; after a failure,
         who keeps the store waits until all that live know of it."""
         if self.monitor.thread.is_alive():
             divided = self.ownership.divided(self.size)
-            # Others may still ask for state that only this rank has: it stays until all have ended.
-            stay(self, divided, self.service.wrong, self.disconnect)
+            self.monitor.ask(lambda: self.monitor.store.set(f"over {self.rank}", ""))
+            if divided and self.failure is None and not hasattr(sys, "last_value"):
+                self._stay()
             if self.failure is not None and self.rank == 0 and not kept_by_torchrun():
                 diagnosis.wait_until_known(self.monitor, GRACE)
             # Who keeps the store waits for those that may not know of a failure: not for this one.

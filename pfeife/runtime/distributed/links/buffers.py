@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from functools import cached_property
 
+import attrs
 import torch
 
 from pfeife._torch import is_shared
 from pfeife.lowering.envelope import Layout
 
 
+@attrs.frozen(eq=False, slots=False)
 class Buffers:
     """A rank's receive buffers: made when they are first needed, kept, and used again.
 
@@ -18,15 +20,10 @@ class Buffers:
     waits for all that was queued before it was posted, and so for the last reader.
     """
 
-    def __init__(
-        self,
-        device: torch.device | None,
-        make: Callable[[int], torch.Tensor],
-        scratch_bytes: int = 0,
-    ):
-        """`make` gives a buffer of so many bytes; `scratch` has `scratch_bytes`."""
-        self.device, self.make, self.scratch_bytes = device, make, scratch_bytes
-        self.known: dict[int, list[torch.Tensor]] = {}  # by their size in bytes
+    device: torch.device | None
+    make: Callable[[int], torch.Tensor]  # gives a buffer of so many bytes
+    scratch_bytes: int = 0
+    known: dict[int, list[torch.Tensor]] = attrs.Factory(dict)  # by their size in bytes
 
     def take(self, layout: Layout) -> torch.Tensor:
         """A value of a layout, with whatever contents."""

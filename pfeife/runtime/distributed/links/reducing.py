@@ -196,18 +196,15 @@ def _done(work: Any, like: torch.Tensor) -> None:
     work.wait() if like.is_cuda else work.wait(FOREVER)
 
 
+@attrs.frozen(eq=False)
 class Reducing:
     """A bucket on its way: once what was `begun` is over, `sums` has what this rank gets of it.
     `beside` is what must live as long."""
 
-    def __init__(
-        self,
-        begun: _Job | _Queued,
-        wait: Callable[[Any], None],
-        sums: Mapping[str, torch.Tensor],
-        beside: torch.Tensor | None = None,
-    ):
-        self.begun, self.waiting, self.sums, self.beside = begun, wait, sums, beside
+    begun: _Job | _Queued
+    waiting: Callable[[Any], None]
+    sums: Mapping[str, torch.Tensor]
+    beside: torch.Tensor | None = None
 
     @property
     def ended(self) -> float:

@@ -6,6 +6,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+import attrs
+
 from pfeife.runtime.distributed.liveness.diagnosis import Wait
 from pfeife.runtime.distributed.liveness.heartbeat import INTERVAL, Activity, Heartbeats, Monitor
 from pfeife.runtime.failure import Failure
@@ -16,6 +18,7 @@ log = logging.getLogger("pfeife")
 WARNING = 60.0  # seconds of waiting before the first warning; each next one comes twice as late
 
 
+@attrs.define(eq=False)
 class WaitWatchdog:
     """Looks on while a rank waits.
 
@@ -25,17 +28,15 @@ class WaitWatchdog:
     that a wait is in vain.
     """
 
-    def __init__(
-        self,
-        monitor: Monitor,
-        timeout: Callable[[], float],
-        look: Callable[[], Activity],
-        stop: Callable[[Failure], object],
-        gone: Callable[[Activity], Failure | None],
-    ):
-        self.monitor, self.timeout, self.look, self.stop = monitor, timeout, look, stop
-        self.gone = gone
-        self.over = threading.Event()
+    monitor: Monitor
+    timeout: Callable[[], float]
+    look: Callable[[], Activity]
+    stop: Callable[[Failure], object]
+    gone: Callable[[Activity], Failure | None]
+    over: threading.Event = attrs.field(init=False, factory=threading.Event)
+    thread: threading.Thread = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
         self.thread = started("patience", self._run)
 
     def end(self) -> None:
