@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 
 from pfeife.runtime.distributed.served.questions import Named
 from pfeife.runtime.distributed.served.state_server import Service
-from pfeife.runtime.distributed.served.writes import A_COPY, STATE_BY_HAND, Writes
+from pfeife.runtime.distributed.served.writes import A_COPY, BY_DATA, STATE_BY_HAND, Writes
 from pfeife.runtime.distributed.state.owned import Owned
 from pfeife.runtime.distributed.state.remote_parameters import Foreign
 
@@ -54,8 +54,11 @@ class Asking:
         # change what others are about to ask it for.
         with self.service.script.asking():
             for rank, wanted in self._by_rank(missing).items():
-                names = [self.owners[tensor].name for tensor in wanted.values()]
-                values |= self.service.tensors(rank, wanted, names)
+                # From now on until the next change: a write by `.data` that comes after the answer
+                # would make it one of another moment, without a count that says so.
+                pairs = self._parts(wanted, "")
+                self.service.late.watch(BY_DATA, pairs, self.foreign.data_writes)
+                values |= self.service.tensors(rank, wanted)
         return values
 
     def states(

@@ -24,7 +24,7 @@ from pfeife.runtime.distributed.served.posting import NEVER, Post, leave
 from pfeife.runtime.distributed.served.questions import Answer, Named, Question, StateEntry, decoded
 from pfeife.runtime.distributed.served.reading import Reading
 from pfeife.runtime.distributed.served.script_point import Change, Rest
-from pfeife.runtime.distributed.served.writes import BY_DATA, LateWrites, Writes
+from pfeife.runtime.distributed.served.writes import LateWrites, Writes
 from pfeife.runtime.failure import CollectiveError
 
 _TAGS = 2**29
@@ -77,16 +77,10 @@ class Service:
         self.answering.join()
         self.connection.close()
 
-    def tensors(
-        self, rank: int, wanted: Mapping[int, torch.Tensor], names: Sequence[str]
-    ) -> dict[int, torch.Tensor]:
+    def tensors(self, rank: int, wanted: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """The values that a rank has of tensors which it trains, by their numbers, on the CPU.
         Raises CollectiveError if it is not at the same point of the script, PipelineError if it is
         gone."""
-        # From now on until the next change: a write by `.data` that comes after the answer would
-        # make it one of another moment, without a count that says so.
-        pairs = zip(names, wanted.values(), strict=True)
-        self.late.watch(BY_DATA, pairs, self.writes.foreign.data_writes)
         written = self.writes.counted(wanted.values())
         by_data = self.writes.by_data(wanted.values())
         question = self._question(by_data, tensors=tuple(wanted), written=written)
