@@ -23,11 +23,11 @@ class Buffers:
     device: torch.device | None
     make: Callable[[int], torch.Tensor]  # gives a buffer of so many bytes
     scratch_bytes: int = 0
-    known: dict[int, list[torch.Tensor]] = attrs.Factory(dict)  # by their size in bytes
+    by_size: dict[int, list[torch.Tensor]] = attrs.Factory(dict)  # in bytes
 
     def take(self, layout: Layout) -> torch.Tensor:
         """A value of a layout, with whatever contents."""
-        buffers = self.known.setdefault(layout.bytes, [])
+        buffers = self.by_size.setdefault(layout.bytes, [])
         free = next((buffer for buffer in buffers if not is_shared(buffer)), None)
         if free is None:
             free = self.make(layout.bytes)
@@ -42,11 +42,11 @@ class Buffers:
     def forget_used(self) -> None:
         """Leaves the buffers in use to those who use them."""
         # A result that the user keeps would hold its buffer as used in all later steps.
-        for size, buffers in self.known.items():
-            self.known[size] = [buffer for buffer in buffers if not is_shared(buffer)]
+        for size, buffers in self.by_size.items():
+            self.by_size[size] = [buffer for buffer in buffers if not is_shared(buffer)]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All buffers that it keeps, in use or not."""
         scratch = [self.scratch] if "scratch" in vars(self) else []
-        return [*scratch, *(buffer for buffers in self.known.values() for buffer in buffers)]
+        return [*scratch, *(buffer for buffers in self.by_size.values() for buffer in buffers)]
