@@ -1,5 +1,7 @@
 """The libraries of the extra `report`; they are imported when something is drawn."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -7,36 +9,40 @@ class Missing(ImportError, ValueError):
     """A library that is not installed; the command line says so in a line."""
 
 
-def plotly_script() -> str:
-    """plotly.js. Raises ImportError that says how to install it."""
-    try:
-        from plotly import offline
-    except ImportError as error:
-        raise _missing("plotly") from error
-    return str(offline.get_plotlyjs())
+def plotly() -> Any:
+    """The library, with what pages need of it. Raises ImportError that says how to install it."""
+    with _how_to_install("plotly"):
+        import plotly
+        import plotly.graph_objects
+        import plotly.io.json
+        import plotly.offline
+    return plotly
 
 
 def matplotlib() -> Any:
     """The library, with what pictures need of it. Raises ImportError that says how to install
     it."""
-    try:
+    with _how_to_install("matplotlib"):
         import matplotlib
+        import matplotlib.colors
         import matplotlib.figure
         import matplotlib.patches
-        import matplotlib.path
-    except ImportError as error:
-        raise _missing("matplotlib") from error
     return matplotlib
 
 
 def pydot() -> Any:
     """The library. Raises ImportError that says how to install it."""
+    with _how_to_install("pydot"):
+        import pydot
+    return pydot
+
+
+@contextlib.contextmanager
+def _how_to_install(name: str) -> Iterator[None]:
+    """How to install a library that is missing."""
     try:
-        import pydot as found
+        yield
     except ImportError as error:
-        raise _missing("pydot") from error
-    return found
-
-
-def _missing(name: str) -> Missing:
-    return Missing(f"this is drawn by {name}, which is not installed: pip install 'pfeife[report]'")
+        raise Missing(
+            f"this is drawn by {name}, which is not installed: pip install 'pfeife[report]'"
+        ) from error

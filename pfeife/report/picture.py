@@ -1,7 +1,7 @@
 """A schedule as papers draw it: a row a rank, a box an action, numbered by its microbatch."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ def picture(
     'units of time'
     """
     timeline = shown if isinstance(shown, Timeline) else _in_units(shown)
+    # Messages are not drawn: blank is where a rank waits, for one of them or for nothing.
     computed = [span for span in spans(timeline) if span.what in COMPUTES and span.end > span.start]
     ranks = sorted({event.rank for event in timeline.events})
     stages_of = {
@@ -45,14 +46,22 @@ def picture(
     figure = plt.figure.Figure((width + 0.8, _HEIGHT * len(ranks) + 0.9))
     axes = figure.add_subplot()
     rows = {rank: row for row, rank in enumerate(ranks)}
-    for colour, boxes in _by_colour(computed, stages_of).items():
-        _fill(plt, axes, colour, [(rows[span.rank], span) for span in boxes])
+    axes.barh(
+        [rows[span.rank] for span in computed],
+        [span.end - span.start for span in computed],
+        left=[span.start for span in computed],
+        height=0.88,
+        color=[_shade(plt, span, stages_of[span.rank]) for span in computed],
+        edgecolor="#333333",
+        linewidth=0.5,
+    )
     # inches, about those of a number with two digits
     if width * shortest / whole > 0.13:
         for span in computed:
             middle, number = (span.start + span.end) / 2, str(span.action.microbatch)
             axes.text(middle, rows[span.rank], number, ha="center", va="center_baseline", size=7.5)
     axes.set_xlim(0, whole)
+    # From above to below, as schedules are read.
     axes.set_ylim(len(ranks) - 0.5, -0.5)
     axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
     axes.set_xlabel("seconds" if shown is timeline else "units of time")
@@ -76,46 +85,23 @@ def _save(plt: Any, figure: Any, path: str | os.PathLike[str]) -> None:
 
 def _in_units(schedule: Schedule) -> Timeline:
     """A schedule in units of time."""
+    # A schedule that has messages already is of a graph that need not be a chain.
     lowered = any(not action.do.kind for actions in schedule.ranks for action in actions)
     full = schedule if lowered else insert_actions(schedule, chain(schedule))
     return simulate(full, lambda action: _UNITS.get(action.do, 0.0))
 
 
-def _by_colour(
-    computed: Sequence[Span], stages_of: Mapping[int, Sequence[int]]
-) -> dict[tuple[float, ...], list[Span]]:
-    """Spans by their kinds, and by the places of their stages on their ranks."""
-    boxes: dict[tuple[float, ...], list[Span]] = {}
-    for span in computed:
-        stages, white = stages_of[span.rank], 0.0
-        if len(stages) > 1:
-            white = _LIGHTEST * (1 - stages.index(span.action.stage) / (len(stages) - 1))
-        boxes.setdefault(_mixed(COLOURS[span.what], white), []).append(span)
-    return boxes
-
-
-def _fill(
-    plt: Any, axes: Any, colour: tuple[float, ...], boxes: Sequence[tuple[int, Span]]
-) -> None:
-    """All boxes of a colour as one path."""
-    corners = (
-        [(o.start, y - 0.44), (o.end, y - 0.44), (o.end, y + 0.44), (o.start, y + 0.44), (0, 0)]
-        for y, o in boxes
-    )
-    path = plt.path.Path
-    codes = [path.MOVETO, path.LINETO, path.LINETO, path.LINETO, path.CLOSEPOLY] * len(boxes)
-    whole = path([point for five in corners for point in five], codes)
-    axes.add_patch(plt.patches.PathPatch(whole, facecolor=colour, edgecolor="#333333", lw=0.5))
-
-
-def _mixed(colour: str, white: float) -> tuple[float, ...]:
-    """A colour with some white in it."""
-    parts = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
-    return tuple(part + (1 - part) * white for part in parts)
+def _shade(plt: Any, span: Span, stages: Sequence[int]) -> tuple[float, ...]:
+    """The colour of its kind, with more white the earlier its stage is among those of its rank."""
+    white = 0.0
+    if len(stages) > 1:
+        white = _LIGHTEST * (1 - stages.index(span.action.stage) / (len(stages) - 1))
+    return tuple(part + (1 - part) * white for part in plt.colors.to_rgb(COLOURS[span.what]))
 
 
 def _legend(plt: Any, axes: Any, computed: Sequence[Span]) -> None:
     kinds = [what for what in COMPUTES if any(span.what == what for span in computed)]
+    # One box a kind: the shades of its stages would be an entry each.
     boxes = [plt.patches.Patch(color=COLOURS[what]) for what in kinds]
     axes.legend(
         boxes,

@@ -1,12 +1,10 @@
 """The page: what is known of a plan, a section each."""
 
 import base64
-import functools
-import gzip
 import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
+from typing import Any
 
 import attrs
 
@@ -15,9 +13,9 @@ from pfeife.data.timeline import Timeline
 from pfeife.data.tried import Tried
 from pfeife.data.units import duration, size
 from pfeife.passes.compose import Recorded
+from pfeife.report.extra import plotly
 from pfeife.report.forecast import waits_of
-from pfeife.report.page.elements import Figure, Html, lines, tag
-from pfeife.report.page.library import plotly
+from pfeife.report.page.elements import Html, lines, tag
 from pfeife.report.page.memory import memory_figure, memory_rows
 from pfeife.report.page.passes import passes
 from pfeife.report.page.searched import search_figure, search_words
@@ -57,21 +55,22 @@ def html(
     runs = (("predicted", predicted), ("measured", measured))
     sides = [(n, r if isinstance(r, Run) else Run(r)) for n, r in runs if r is not None]
     stages = stages_of(history, plan) if plan else ()
-    figures = {
+    drawn = {
         "stages": stage_figure(stages, ranked(history)),
         "timeline": timeline_figure(sides),
         "memory": memory_figure(sides, about.limit),
         "search": search_figure(about.tried, plan),
     }
+    figures = {name: figure for name, figure in drawn.items() if figure}
     sections = [
-        _section("Stages", _STAGES, figures["stages"], stage_table(stages)),
-        _section("Timeline", _TIMELINE, figures["timeline"], timelines(sides)),
-        _section("Memory", _MEMORY, figures["memory"], memory_rows(sides, about.limit)),
-        _section("Search", _SEARCH, figures["search"], search_words(about.tried, plan)),
-        _section("Passes", _PASSES, None, passes(history)),
+        _section("Stages", _STAGES, figures, stage_table(stages)),
+        _section("Timeline", _TIMELINE, figures, timelines(sides)),
+        _section("Memory", _MEMORY, figures, memory_rows(sides, about.limit)),
+        _section("Search", _SEARCH, figures, search_words(about.tried, plan)),
+        _section("Passes", _PASSES, figures, passes(history)),
     ]
     inside = [_head(plan, sides, about), *(section for section in sections if section)]
-    return _document(about.title, inside, [figure for figure in figures.values() if figure])
+    return _document(about.title, inside, figures)
 
 
 _STAGES = (
@@ -94,16 +93,24 @@ _PASSES = "What each pass has changed in the printed program."
 
 
 def _section(
-    title: str, explanation: str, figure: Figure | None, *rest: Html | None
+    title: str, explanation: str, figures: Mapping[str, Any], *rest: Html | None
 ) -> Html | None:
-    shown = [part for part in rest if part]
-    if not (figure or shown):
+    """A heading with its figure, tables and texts; None where there is neither."""
+    name, shown = title.lower(), [part for part in rest if part]
+    if name not in figures and not shown:
         return None
-    name = title.lower()
     heading = tag("h2", title, id=f"h-{name}")
     paragraph = tag("p", explanation, class_="soft")
-    first = tag("div", heading, paragraph, figure.html if figure else "", class_="first")
+    place = _place(name, figures[name]) if name in figures else ""
+    first = tag("div", heading, paragraph, place, class_="first")
     return tag("section", first, *shown, aria_labelledby=f"h-{name}", id=f"s-{name}")
+
+
+def _place(name: str, figure: Any) -> Html:
+    """Where page.js draws a figure; as high as that will be, so that nothing moves then."""
+    height = f"min-height:{figure.layout.height}px"
+    label = figure.layout.meta
+    return tag("div", id=name, class_="figure", role="img", aria_label=label, style=height)
 
 
 def _head(plan: Plan | None, sides: Sequence[tuple[str, Run]], about: About) -> Html:
@@ -149,6 +156,7 @@ def _figures(
     yield _figure("step", steps, of)
     bubbles = [(name, f"{100 * run.timeline.bubble:.1f} %") for name, run in sides]
     yield _figure("bubble", bubbles, ["of all ranks' time"])
+    # The rank that is full first decides whether a step fits; the others have room.
     worst = [(n, max(r.memory, key=lambda curve: curve.peak)) for n, r in sides if r.memory]
     if worst:
         of = [f"rank {worst[0][1].rank}", *([f"limit {size(limit)}"] if limit else [])]
@@ -166,8 +174,10 @@ def _figure(
 
 def _limits(path: Timeline) -> str:
     """What the step waits for, in a sentence."""
+    # A page may have a run and no plan: where stages are, its own events say.
     ranks = {event.action.stage: event.rank for event in path.events}
     waits = waits_of(path, [ranks.get(stage, 0) for stage in range(1 + max(ranks, default=0))])
+    # A sentence of more than four parts, or of parts under 2 %, says nothing.
     shown = [wait for wait in waits[:4] if wait.share >= 0.02]
     parts = [f"{wait.share:.0%} {wait.what}" for wait in shown]
     rest = 1 - sum(wait.share for wait in shown)
@@ -176,48 +186,40 @@ def _limits(path: Timeline) -> str:
     return f"What limits the step, by its critical path: {'; '.join(parts)}." if shown else ""
 
 
-def _document(title: str, inside: Sequence[Html], figures: Sequence[Figure]) -> str:
-    script, style = _asset("page.js"), _asset("page.css")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    # The page's own script is known by its digest; it starts plotly from a blob.
+def _document(title: str, inside: Sequence[Html], figures: Mapping[str, Any]) -> str:
+    # Nothing runs but these two, which the browser knows by their digests: it takes them of texts
+    # whose lines end as HTML's do.
+    library = plotly().offline.get_plotlyjs().replace("\r\n", "\n") if figures else ""
+    own = _asset("page.js")
     policy = (
-        f"default-src 'none'; script-src 'sha256-{digest}' blob:; style-src 'unsafe-inline'; "
-        "img-src data: blob:; base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; script-src {_digest(library)} {_digest(own)}; "
+        "style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
     )
     head = [
         Html('<meta charset="utf-8">'),
         Html(f'<meta http-equiv="Content-Security-Policy" content="{policy}">'),
         Html('<meta name="viewport" content="width=device-width, initial-scale=1">'),
         tag("title", title),
-        tag("style", Html(style)),
+        tag("style", Html(_asset("page.css"))),
     ]
-    data = {"figures": [attrs.asdict(figure) for figure in figures]}
+    data = plotly().io.json.to_json_plotly(figures)  # in which nothing ends an element
+    # The texts come first: they are read while plotly starts.
     body = [
         tag("main", lines(inside)),
         tag("div", id="tip", role="status", hidden=True),
         tag("noscript", "The drawings of this page need JavaScript; its tables do not."),
-        tag("script", Html(_packed(_json(data))), type="text/plain", id="page-data"),
-        tag("script", Html(_library() if figures else ""), type="text/plain", id="plotly"),
-        tag("script", Html(script)),
+        tag("script", Html(data), type="application/json", id="figures"),
+        tag("script", Html(library)),
+        tag("script", Html(own)),
     ]
     page = tag("html", tag("head", lines(head)), tag("body", lines(body)), lang="en")
     return f"<!doctype html>\n{page}\n"
 
 
-def _json(data: object) -> str:
-    return json.dumps(data, allow_nan=False, separators=(",", ":"))
-
-
-def _packed(text: str) -> str:
-    """A text compressed, the same at every call, in letters that end no element."""
-    return base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode()
+def _digest(script: str) -> str:
+    digest = hashlib.sha256(script.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
 def _asset(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
-
-
-@functools.cache
-def _library() -> str:
-    """plotly.js, compressed."""
-    return _packed(plotly())

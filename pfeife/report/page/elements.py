@@ -1,10 +1,7 @@
 """HTML as text; whatever is not HTML already is escaped."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
-from typing import Any
-
-import attrs
 
 OPEN = 12  # rows of a table that is open
 
@@ -41,6 +38,7 @@ def table(
 ) -> Html:
     """Cells under their heads; columns of numbers are aligned to the right, empty ones left out.
     One of more than so many rows is closed."""
+    # Escaped first: a cell may be HTML already, and an empty one is told by its text.
     columns = [(title, list(map(text, cells))) for title, *cells in zip(head, *rows, strict=True)]
     columns = [(title, cells) for title, cells in columns if any(cells)]
     classes = [_class(cells) for _, cells in columns]
@@ -58,23 +56,3 @@ def table(
 def _class(cells: Sequence[str]) -> str | None:
     """How a column is aligned."""
     return "number" if all(cell[:1].isdigit() for cell in cells if cell) else None
-
-
-@attrs.frozen
-class Figure:
-    """What plotly draws; `name` is that of its element, and `label` what it shows, in words.
-    `more` is for page.js alone."""
-
-    name: str
-    label: str
-    data: Sequence[Mapping[str, Any]]
-    layout: Mapping[str, Any]
-    more: Mapping[str, Any] = attrs.field(factory=dict)
-
-    @property
-    def html(self) -> Html:
-        """Where it is drawn."""
-        height = f"min-height:{self.layout.get('height', 400)}px"
-        return tag(
-            "div", id=self.name, class_="figure", role="img", aria_label=self.label, style=height
-        )

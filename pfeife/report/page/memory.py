@@ -7,8 +7,9 @@ import attrs
 
 from pfeife.data.timeline import MemoryCurve
 from pfeife.data.units import size
-from pfeife.report.page.elements import Figure, Html, table, tag
-from pfeife.report.page.timelines import Sides, layout_of, ms, ticks, whole
+from pfeife.report.page.elements import Html, table, tag
+from pfeife.report.page.figures import figure, line, points
+from pfeife.report.page.timelines import Sides, clock, ms, ticks, whole
 from pfeife.report.run import Run
 
 MOST = 64  # ranks, whose peaks are shown at once
@@ -36,11 +37,13 @@ class _Row:
         """Where so many bytes are drawn; rows go down the page, so more bytes are a smaller
         number."""
         high = max(self.peak, self.limit or 0) if self.is_near else self.peak
+        # A third of a row above and below its middle: the last third parts it from the next.
         return round(self.at + 0.33 - 0.66 * (count - self.low) / max(high - self.low, 1), 5)
 
 
-def memory_figure(sides: Sides, limit: int | None) -> Figure | None:
-    """The bytes of each rank over time, with their figures; a mark is at each peak."""
+def memory_figure(sides: Sides, limit: int | None) -> Any:
+    """A figure of the bytes of each rank over time, with a mark at each peak; None where no bytes
+    are known."""
     shown = [(name, run) for name, run in sides if run.memory]
     if not shown:
         return None
@@ -51,19 +54,24 @@ def memory_figure(sides: Sides, limit: int | None) -> Figure | None:
     data.append(_peaks(shown[0][1], rows))
     if limit is not None:
         data.append(_limits(whole(sides), list(rows.values()), limit))
-    layout = {**layout_of(sides, 52 * len(rows)), "hovermode": "closest"}
     marks = [
         (row.height(count), f"{word}{size(count)}")
         for rank, row in rows.items()
         for word, count in ((f"rank {rank}  ", row.peak), ("", row.low))
     ]
-    named = {"tickvals": [at for at, _ in marks], "ticktext": [label for _, label in marks]}
-    layout["yaxis"] = {**ticks(list(rows), {}), **named, "fixedrange": True}
-    return Figure("memory", f"Memory of {len(rows)} ranks over time", data, layout)
+    # plotly's ticks stand where they are put: each row has two, at its peak and at its foot.
+    heights, texts = zip(*marks, strict=True)
+    return figure(
+        data,
+        f"Memory of {len(rows)} ranks over time",
+        **clock(sides, height=52 * len(rows)),
+        yaxis={**ticks(list(rows), {}), "tickvals": heights, "ticktext": texts},
+    )
 
 
 def _rows(sides: Sides, limit: int | None) -> dict[int, _Row]:
     """A row for each rank, with room for all sides."""
+    # One scale for both sides of a rank, so that their lines can be compared.
     low: dict[int, int] = {}
     peak: dict[int, int] = {}
     for curve in (curve for _, run in sides for curve in run.memory):
@@ -86,21 +94,12 @@ def _curve(name: str, run: Run, rows: dict[int, _Row], dash: str | int) -> dict[
         x += [x[-1], None]
         y += [row.height(row.low), None]
         labels += ["", ""]
+    style = {"shape": "hv", "width": 1.6, "color": _SIDES[bool(dash)], "dash": dash or "solid"}
     filled = {} if dash else {"fill": "toself", "fillcolor": "rgba(86,180,233,.35)"}
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "name": name,
-        "x": x,
-        "y": y,
+    return line(name, x, y, **style) | {
         "text": labels,
+        "hoverinfo": "text",
         "hovertemplate": f"%{{text}} at %{{x}} ms, {name}<extra></extra>",
-        "line": {
-            "shape": "hv",
-            "width": 1.6,
-            "color": _SIDES[bool(dash)],
-            "dash": dash or "solid",
-        },
         "hoveron": "points",
         **filled,
     }
@@ -110,21 +109,16 @@ def _peaks(run: Run, rows: dict[int, _Row]) -> dict[str, Any]:
     """When each rank holds most, the fullest in words."""
     fullest = _fullest(run.memory)
     tops = [(curve, max(run.moments(curve), key=lambda pair: pair[1])) for curve in run.memory]
-    return {
-        "type": "scatter",
-        "mode": "markers+text",
+    times = [ms(moment) for _, (moment, _) in tops]
+    heights = [rows[curve.rank].height(count) for curve, (_, count) in tops]
+    sizes = [11 if curve is fullest else 6 for curve in run.memory]
+    hover = [_hover(curve) for curve in run.memory]
+    marks = points(times, heights, hover, color=_MARK, symbol="diamond", size=sizes)
+    return marks | {
         "name": "peak",
-        "x": [ms(moment) for _, (moment, _) in tops],
-        "y": [rows[curve.rank].height(count) for curve, (_, count) in tops],
-        "text": ["fullest rank" if curve is fullest else "" for curve, _ in tops],
+        "mode": "markers+text",
+        "text": ["fullest rank" if curve is fullest else "" for curve in run.memory],
         "textposition": "top right",
-        "hovertext": [_hover(curve) for curve in run.memory],
-        "hovertemplate": "%{hovertext}<extra></extra>",
-        "marker": {
-            "color": _MARK,
-            "symbol": "diamond",
-            "size": [11 if curve is fullest else 6 for curve, _ in tops],
-        },
         "cliponaxis": False,
     }
 
@@ -136,18 +130,14 @@ def _hover(curve: MemoryCurve) -> str:
 
 def _limits(end: float, rows: Sequence[_Row], limit: int) -> dict[str, Any]:
     """The limit in the rows that have room for it."""
+    # Far above a row it would press the row's own curve flat, so there it is a word alone.
     near = [row.height(limit) for row in rows if row.is_near]
     place = "above" if all(limit > row.peak for row in rows) else "outside of"
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "name": f"limit, {size(limit)}{'' if near else f' ({place} all rows)'}",
-        # without points it still stands in the legend, with its bytes
-        "x": [x for _ in near for x in (0, end, None)] or [None],
-        "y": [y for height in near for y in (height, height, None)] or [None],
-        "line": {"width": 1.5, "color": _MARK, "dash": "dot"},
-        "hoverinfo": "skip",
-    }
+    name = f"limit, {size(limit)}{'' if near else f' ({place} all rows)'}"
+    # Without points it still stands in the legend, with its bytes.
+    x = [x for _ in near for x in (0, end, None)] or [None]
+    y = [y for height in near for y in (height, height, None)] or [None]
+    return line(name, x, y, width=1.5, color=_MARK, dash="dot")
 
 
 def _fullest(curves: Sequence[MemoryCurve]) -> MemoryCurve:
@@ -167,6 +157,7 @@ def memory_rows(sides: Sides, limit: int | None) -> Html | None:
     most = max(curve.peak for _, run in sides for curve in run.memory) or 1
     fullest = _fullest(sides[0][1].memory)
     rank_parts = [_parts(curve) for curve in sides[0][1].memory]
+    # Ranks may hold different kinds of bytes: a column for each, in the order of the first.
     words = list(dict.fromkeys(word for parts in rank_parts for word in parts))
     rows = []
     for parts, *curves in zip(rank_parts, *(run.memory for _, run in sides), strict=False):

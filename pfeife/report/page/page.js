@@ -71,70 +71,38 @@
   });
   addEventListener("afterprint", () => closed.forEach((table) => { table.open = false; }));
 
-  // Data and plotly are in the page, compressed.
-  const unpacked = (id) => {
-    const packed = atob($(id).textContent), bytes = new Uint8Array(packed.length);
-    for (let i = 0; i < bytes.length; i++) bytes[i] = packed.charCodeAt(i);
-    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
-    return new Response(stream);
-  };
-  const started = async () => {
-    const code = await unpacked("plotly").arrayBuffer();
-    const url = URL.createObjectURL(new Blob([code], { type: "text/javascript" }));
-    await new Promise((done, failed) => {
-      const script = document.createElement("script");
-      Object.assign(script, { src: url, onload: done, onerror: failed });
-      document.head.append(script);
-    });
-    URL.revokeObjectURL(url);
-    performance.mark("plotly");
-  };
-  const starting = $("plotly").textContent && started();
-  const page = await unpacked("page-data").json();  // while plotly is read beside it
-  await starting;
-
-  // Spans are polygons, one trace a kind: bars of their own would be too many elements. Polygons with
-  // an outline have gaps between them; many are one polygon, along the rows: plotly takes long for gaps.
-  const corners = ({ starts, ends, rows, middle, half }, outlined) => {
-    const x = [], y = [];
+  // Spans are polygons, one trace a kind. Polygons with an outline have gaps between them; many are
+  // one polygon, along the rows: plotly takes long for gaps.
+  const corners = ({ customdata, meta, mode }) => {
+    const outlined = mode !== "none", x = [], y = [];
     let before;
-    starts.forEach((start, i) => {
-      const low = rows[i] + middle - half, high = low + 2 * half, end = ends[i];
+    for (const [start, end, row] of customdata) {
+      const low = row + meta.low, high = row + meta.high;
       if (!outlined && low !== before) { x.push(0, 0); y.push(before ?? low, low); before = low; }
       x.push(start, start, end, end);
       y.push(low, high, high, low);
       if (outlined) { x.push(start, null); y.push(low, null); }
-    });
+    }
     if (!outlined) { x.push(0); y.push(before); }
     return { x, y };
   };
-  const config = { responsive: true, displaylogo: false, displayModeBar: "hover" };
-  const shared = {
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-    modebar: { bgcolor: "rgba(0,0,0,0)", color: "#888888", activecolor: "#0072b2" },
-    hoverlabel: { bgcolor: "#1b1b1b", bordercolor: "#1b1b1b", align: "left",
-      font: { color: "#ffffff", size: 12 } },
-    font: { family: "inherit", size: 12 }, colorway: ["#0072b2", "#d55e00", "#009e73", "#cc79a7"],
-  };
 
-  // What a rank does under the pointer: rows are sorted by their starts.
-  const pointing = ({ spans, ranks }) => {
-    const timeline = $("timeline"), tip = $("tip"), rows = new Map();
-    for (const kind of spans) kind.starts.forEach((start, i) => {
-      const key = `${kind.side} ${kind.rows[i]}`;
+  // What a rank does under the pointer: the spans of a row, by their starts.
+  const pointing = (timeline) => {
+    const tip = $("tip"), rows = new Map(), drawn = timeline.data.filter((trace) => trace.customdata);
+    for (const { name, meta, customdata } of drawn) for (const [start, end, row, rank, action] of customdata) {
+      const key = `${meta.side} ${row}`;
       if (!rows.has(key)) rows.set(key, []);
-      rows.get(key).push({ start, end: kind.ends[i], action: kind.actions[i], kind });
-    });
+      rows.get(key).push({ start, end, name, text: `rank ${rank}, ${meta.side}: ${name} (${action})` });
+    }
     for (const row of rows.values()) row.sort((a, b) => a.start - b.start);
     const under = (row, ms) => {
       let low = 0, high = row.length;
       while (low < high) { const mid = (low + high) >> 1; row[mid].start <= ms ? low = mid + 1 : high = mid; }
-      let best = null;
-      for (let i = low - 1; i >= Math.max(0, low - 12); i--)  // reductions last longer than others
-        if (row[i].end >= ms && (!best || row[i].kind.what !== "reduce")) { best = row[i]; break; }
-      return best;
+      const near = row.slice(Math.max(0, low - 12), low).reverse().filter((span) => span.end >= ms);
+      return near.find((span) => span.name !== "reduce") ?? near[0];  // reductions last longer than others
     };
-    const sides = [...new Set(spans.map((kind) => kind.side))];
+    const sides = [...new Set(drawn.map((trace) => trace.meta.side))];
     timeline.addEventListener("mousemove", (event) => {
       const { xaxis, yaxis } = timeline._fullLayout, box = timeline.getBoundingClientRect();
       const ms = xaxis.p2d(event.clientX - box.left - xaxis._offset);
@@ -144,9 +112,8 @@
       const hit = inside && ms >= 0 ? under(inside, ms) : null;
       tip.hidden = !hit;
       if (!hit) return;
-      const took = hit.end - hit.start;
-      tip.textContent = `rank ${ranks[row]}, ${side}: ${hit.kind.what} (${hit.action})\n` +
-        `${hit.start.toPrecision(5)} to ${hit.end.toPrecision(5)} ms, ${took.toPrecision(3)} ms`;
+      const [start, end, took] = [hit.start, hit.end, hit.end - hit.start];
+      tip.textContent = `${hit.text}\n${start.toPrecision(5)} to ${end.toPrecision(5)} ms, ${took.toPrecision(3)} ms`;
       tip.style.left = `${Math.min(event.pageX + 14, document.body.clientWidth - tip.offsetWidth)}px`;
       tip.style.top = `${event.pageY + 16}px`;
     });
@@ -154,27 +121,26 @@
   };
 
   // Microbatches are numbered where the shortest span has room for two digits.
-  const numbering = ({ numbered }) => {
-    const timeline = $("timeline");
+  const numbering = (timeline) => {
+    const least = Math.min(...timeline.data.filter((trace) => trace.mode === "text").map((trace) => trace.meta));
     const look = () => {
       const { xaxis } = timeline._fullLayout;
-      timeline.classList.toggle("narrow", xaxis.d2p(numbered) - xaxis.d2p(0) < 12);
+      timeline.classList.toggle("narrow", xaxis.d2p(least) - xaxis.d2p(0) < 12);
     };
     timeline.on("plotly_afterplot", look);
     look();
   };
 
-  const draw = async (figure) => {
-    let at = 0;
-    for (const trace of figure.data)
-      if (trace.fill === "toself" && !trace.x)
-        Object.assign(trace, corners(figure.more.spans[at++], trace.mode !== "none"));
-    await Plotly.newPlot($(figure.name), figure.data, { ...shared, ...figure.layout }, config);
-    if (figure.name === "timeline") { pointing(figure.more); numbering(figure.more); }
-    performance.mark(figure.name);
+  const config = { responsive: true, displaylogo: false, displayModeBar: "hover" };
+  const draw = async ([name, { data, layout }]) => {
+    const spans = data.filter((trace) => trace.fill === "toself" && !trace.x);
+    for (const trace of spans) Object.assign(trace, corners(trace));
+    const plot = await Plotly.newPlot(name, data, layout, config);
+    if (spans.length) { pointing(plot); numbering(plot); }
+    performance.mark(name);
   };
   // One after another; between two the browser paints and answers.
-  const waiting = [...page.figures];
+  const waiting = Object.entries(JSON.parse($("figures").textContent));
   // On paper all are drawn, as wide as it is.
   const plots = () => document.querySelectorAll(".js-plotly-plot");
   const sized = (layout) => plots().forEach((plot) => Plotly.relayout(plot, layout));

@@ -21,6 +21,7 @@ def passes(history: Sequence[Recorded]) -> Html | None:
     rows = [_row(index, recorded) for index, recorded in enumerate(history)]
     head = ("", "pass", "operations", "FLOP", "calls", "most across a cut", "time")
     overview = table(rows, head, "Programs of a microbatch, each made of the one before")
+    # The first program is shown whole: nothing was before it.
     before = [None, *(recorded.program for recorded in history)]
     folds = [
         _fold(f"{at} {recorded.maker}", _difference(before[at], recorded.program))
@@ -42,6 +43,7 @@ _SEARCH = tag(
 
 def _fold(name: str, classed_lines: Sequence[tuple[str, str]]) -> Html:
     """Lines with their classes under a name, and how many there are."""
+    # Counted are all lines, also those that are not shown.
     counts = Counter(class_ or "in all" for class_, _ in classed_lines)
     shown = [word for word in _CLASSES.values() if word in counts] or ["in all"]
     changes = ", ".join(f"{counts[word]} lines {word}" for word in shown if counts[word])

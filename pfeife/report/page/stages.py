@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
+from html import escape
 from typing import Any
 
 import attrs
@@ -11,13 +12,15 @@ from torch import fx
 from pfeife.cost import stage_memory
 from pfeife.data.plan import Plan
 from pfeife.data.units import count, duration, size
-from pfeife.ir.messages import holders, messages
+from pfeife.ir.messages import messages
 from pfeife.ir.nodes import node_bytes, source_line
 from pfeife.ir.parts import Call, Kind, Role
 from pfeife.ir.program import Program
 from pfeife.passes.compose import Recorded
 from pfeife.passes.fuse import module_path
-from pfeife.report.page.elements import Figure, Html, table
+from pfeife.report.by_stage import held_names
+from pfeife.report.page.elements import Html, table
+from pfeife.report.page.figures import figure, line, points
 
 _LINES = 3  # of the model, that a stage shows
 
@@ -54,6 +57,7 @@ def stages_of(history: Sequence[Recorded], plan: Plan) -> tuple[Stage, ...]:
     program = ranked(history)
     if program is None:
         return ()
+    # From the last program with ranks: passes after the plan may have moved what a stage holds.
     held = _parameters(program)
     stages = []
     for index in range(program.units):
@@ -78,13 +82,12 @@ def stages_of(history: Sequence[Recorded], plan: Plan) -> tuple[Stage, ...]:
 
 def _parameters(program: Program) -> list[str]:
     """By stages, their parameters: how many, and their bytes."""
-    counts = [0] * program.units
     numbers = {port.fqn: torch.Size(port.shape).numel() for port in program.ports(Role.PARAMETER)}
-    for name, calls in holders(program).items():
-        for unit in {call.unit for call in calls}:
-            counts[unit] += numbers[name]
-    pairs = zip(counts, stage_memory(program), strict=True)
-    return [f"{count(number)} ({size(memory.parameters)})" for number, memory in pairs]
+    pairs = zip(held_names(program, program.units), stage_memory(program), strict=True)
+    return [
+        f"{count(sum(numbers[name] for name in names))} ({size(memory.parameters)})"
+        for names, memory in pairs
+    ]
 
 
 def ranked(history: Sequence[Recorded]) -> Program | None:
@@ -117,6 +120,11 @@ def _sent(program: Program) -> dict[tuple[int, int], dict[Kind, int]]:
         way = Kind.FORWARD if source.kind == Kind.FORWARD else Kind.BACKWARD
         ways[way] = ways.get(way, 0) + size
 
+    # Between ranks a value is a message, which goes once to a rank however many stages read it;
+    # between stages of one rank it is read where it lies.
+    #
+    #     rank 0   stage 0 --message--> rank 1   stage 1
+    #                 \-- value ------> rank 0   stage 2
     for message in messages(program):
         add(message.sender, message.reader, message.bytes)
     calls = {call.node: call for call in program.calls}
@@ -152,8 +160,8 @@ def stage_table(stages: Sequence[Stage]) -> Html | None:
     return table(rows, (*head, *(kind.value for kind in Kind)), "Stages")
 
 
-def stage_figure(stages: Sequence[Stage], program: Program | None) -> Figure | None:
-    """Stages from left to right, each in the row of its rank."""
+def stage_figure(stages: Sequence[Stage], program: Program | None) -> Any:
+    """A figure of the stages from left to right, each in the row of its rank; None without."""
     if not stages or program is None:
         return None
     ranks = 1 + max(stage.rank for stage in stages)
@@ -166,107 +174,79 @@ def stage_figure(stages: Sequence[Stage], program: Program | None) -> Figure | N
     bar = {"tickformat": ".2f", "thickness": 10, "orientation": "h", "len": 0.5, "x": 1}
     bar |= {"xanchor": "right", "y": 1, "yanchor": "bottom"}
     bar["title"] = {"text": "time over the mean", "side": "top"}
-    nodes = {
-        "type": "scatter",
-        "mode": "markers+text",
-        "x": [stage.index for stage in stages],
-        "y": [stage.rank for stage in stages],
-        "text": [str(stage.index) for stage in stages],
-        "textfont": {"color": "#000000"},
-        "hovertext": [_hover(stage, mean) for stage in stages],
-        "hovertemplate": "%{hovertext}<extra></extra>",
-        "marker": {
-            "size": 30,
-            "symbol": "square",
-            "color": [round(share, 4) for share in shares],
-            "cmin": round(1 - spread, 4),
-            "cmax": round(1 + spread, 4),
-            "colorscale": [[0, "#56b4e9"], [0.5, "#ffffff"], [1, "#e69f00"]],
-            "colorbar": bar,
-            "line": {"width": 1.2, "color": "#333333"},
-        },
-        "showlegend": False,
-    }
-    layout = {
-        "height": 200 + 44 * ranks,
-        "margin": {"l": 70, "r": 20, "t": 70, "b": 50},
-        "xaxis": {
+    nodes = points(
+        [stage.index for stage in stages],
+        [stage.rank for stage in stages],
+        [_hover(stage, mean) for stage in stages],
+        size=30,
+        symbol="square",
+        color=[round(share, 4) for share in shares],
+        cmin=round(1 - spread, 4),
+        cmax=round(1 + spread, 4),
+        colorscale=[[0, "#56b4e9"], [0.5, "#ffffff"], [1, "#e69f00"]],
+        colorbar=bar,
+        line={"width": 1.2, "color": "#333333"},
+    )
+    numbers = {"mode": "markers+text", "text": [str(stage.index) for stage in stages]}
+    return figure(
+        [*edges, nodes | numbers | {"textfont": {"color": "#000000"}}],
+        f"{len(stages)} stages on {ranks} ranks",
+        height=200 + 44 * ranks,
+        margin={"l": 70, "r": 20, "t": 70, "b": 50},
+        xaxis={
             "title": {"text": "stage", "standoff": 34},
             "range": [-0.9, len(stages) - 0.1],
-            "zeroline": False,
             "showgrid": False,
             "dtick": max(1, len(stages) // 16),
         },
-        "yaxis": {
+        yaxis={
             "range": [ranks - 0.4, -0.6],
             "tickvals": list(range(ranks)),
             "ticktext": [f"rank {rank}" for rank in range(ranks)],
-            "zeroline": False,
             "gridcolor": "rgba(128,128,128,.2)",
         },
-        "hovermode": "closest",
-        "showlegend": False,
-    }
-    return Figure("stages", f"{len(stages)} stages on {ranks} ranks", [*edges, nodes], layout)
+        showlegend=False,
+    )
 
 
 def _hover(stage: Stage, mean: float) -> str:
-    """plotly's own markup; it leaves out what it does not know."""
+    """plotly's own markup, in which names and lines of the model are text."""
+    modules = escape(stage.between, quote=False)
+    seconds = (f"{kind.value} {duration(each)}" for kind, each in stage.seconds.items())
     parts = [
         f"<b>stage {stage.index}</b> on rank {stage.rank}",
-        f"{stage.clusters} clusters: {plain(stage.between)}"
-        if stage.clusters
-        else plain(stage.between),
+        f"{stage.clusters} clusters: {modules}" if stage.clusters else modules,
         f"{stage.parameters} of parameters",
         f"{duration(stage.total)} a microbatch, {stage.total / mean:.2f} of the mean: "
-        + ", ".join(f"{kind.value} {duration(seconds)}" for kind, seconds in stage.seconds.items()),
-        *map(plain, stage.lines),
+        + ", ".join(seconds),
+        *(escape(code, quote=False) for code in stage.lines),
     ]
     return "<br>".join(part for part in parts if part)
-
-
-def plain(text: str) -> str:
-    """A text in which plotly sees no markup."""
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def _edges(
     places: Mapping[int, tuple[int, int]], sent: Mapping[tuple[int, int], Mapping[Kind, int]]
 ) -> list[dict[str, Any]]:
     """Lines between stages, and the bytes on them."""
-    forward = {pair: ways for pair, ways in sent.items() if Kind.FORWARD in ways}
-    lines: dict[str, list[Any]] = {"x": [], "y": []}
-    marks: dict[str, list[Any]] = {"x": [], "y": [], "text": [], "hovertext": []}
-    for (source, target), ways in sorted(forward.items()):
+    forward = {pair: ways for pair, ways in sorted(sent.items()) if Kind.FORWARD in ways}
+    curve_x, curve_y, middle_x, middle_y = (list[Any]() for _ in range(4))
+    labels, hover = list[str](), list[str]()
+    for (source, target), ways in forward.items():
         (x, y), (to_x, to_y) = places[source], places[target]
         bend = 0.0 if to_x - x == 1 else -0.28  # past the stages between
-        middle = (x + to_x) / 2, (y + to_y) / 2 + bend
-        for share in (step / 12 for step in range(13)):
-            curve = 4 * share * (1 - share) * bend
-            lines["x"].append(round(x + share * (to_x - x), 4))
-            lines["y"].append(round(y + share * (to_y - y) + curve, 4))
-        lines["x"].append(None)
-        lines["y"].append(None)
-        back = sent.get((target, source), {}).get(Kind.BACKWARD, 0)
-        marks["x"].append(middle[0])
-        marks["y"].append(round(middle[1], 4))
-        marks["text"].append(size(ways[Kind.FORWARD]).replace(".0 ", " "))
-        marks["hovertext"].append(
-            f"stage {source} to {target}: {size(ways[Kind.FORWARD])} a microbatch, "
-            f"back {size(back)}"
-        )
-    drawn = {"type": "scatter", "mode": "lines", "hoverinfo": "skip", **lines}
+        shares = [step / 12 for step in range(13)]
+        bent = [y + share * (to_y - y) + 4 * share * (1 - share) * bend for share in shares]
+        curve_x += [*(round(x + share * (to_x - x), 4) for share in shares), None]
+        curve_y += [*(round(height, 4) for height in bent), None]
+        middle_x.append((x + to_x) / 2)
+        middle_y.append(round((y + to_y) / 2 + bend, 4))
+        goes, back = size(ways[Kind.FORWARD]), sent.get((target, source), {}).get(Kind.BACKWARD, 0)
+        labels.append(goes.replace(".0 ", " "))
+        hover.append(f"stage {source} to {target}: {goes} a microbatch, back {size(back)}")
     # More texts would lie on one another; all can be pointed at.
-    labels = {"type": "scatter", "mode": "markers+text" if len(forward) <= 24 else "markers"}
+    mode = "markers+text" if len(forward) <= 24 else "markers"
+    text = {"mode": mode, "text": labels, "textposition": "middle right", "cliponaxis": False}
     return [
-        {**drawn, "line": {"width": 1.2, "color": "#888888"}},
-        {
-            **labels,
-            **marks,
-            "hovertemplate": "%{hovertext}<extra></extra>",
-            "textposition": "middle right",
-            "cliponaxis": False,
-            "textfont": {"size": 12},
-            "marker": {"size": 6, "color": "#888888"},
-        },
+        line("", curve_x, curve_y, width=1.2, color="#888888"),
+        points(middle_x, middle_y, hover, size=6, color="#888888") | text,
     ]

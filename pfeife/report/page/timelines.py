@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pfeife.data.timeline import Timeline
-from pfeife.report.page.elements import Figure, Html, table
+from pfeife.report.page.elements import Html, table
+from pfeife.report.page.figures import figure, line
 from pfeife.report.run import Run
 from pfeife.report.spans import COLOURS, COMPUTES, Span, What, idle, spans
 
@@ -28,8 +29,8 @@ def ticks(ranks: Sequence[int], labels: Mapping[int, str]) -> dict[str, Any]:
         "range": [len(ranks) - 0.4, -0.6],
         "tickvals": list(range(len(ranks))),
         "ticktext": [f"rank {rank}{labels.get(rank, '')}" for rank in ranks],
-        "zeroline": False,
         "showgrid": False,
+        "fixedrange": True,
     }
 
 
@@ -47,64 +48,50 @@ def timelines(sides: Sides) -> Html | None:
     return table(rows, head, "Bubble of each rank, as a share of the step")
 
 
-def timeline_figure(sides: Sides) -> Figure | None:
-    """A row a rank, in which what was predicted is above what was measured."""
+def timeline_figure(sides: Sides) -> Any:
+    """A figure with a row a rank, in which what was predicted is above what was measured; None
+    where nothing ran."""
     if not sides:
         return None
-    ranks = sorted({e.rank for _, run in sides for e in run.timeline.events})
+    ranks = sorted({event.rank for _, run in sides for event in run.timeline.events})
     rows = {rank: row for row, rank in enumerate(ranks)}
-    places = _places(len(sides))
-    data, drawn = list[dict[str, Any]](), list[dict[str, Any]]()
-    for index, (name, run) in enumerate(sides):
-        run_spans = sorted(spans(run.timeline), key=lambda span: (span.rank, span.start))
+    traces: list[dict[str, Any]] = []
+    for (side, run), (middle, half) in zip(sides, _places(len(sides)), strict=True):
+        run_spans = spans(run.timeline)
         for what in What:
             kind_spans = [span for span in run_spans if span.what == what]
-            if not kind_spans:
-                continue
-            # One entry in the legend for a kind, which hides it in all runs.
-            is_first = all(trace.get("legendgroup") != what for trace in data)
-            # page.js gives corners to these traces by the spans in `drawn`: both are in the same
-            # order.
-            data.append(_trace(what, len(run_spans) > _MANY) | {"showlegend": is_first})
-            drawn.append(
-                {
-                    "side": name,
-                    "what": what,
-                    "middle": places[index][0],
-                    "half": places[index][1] * _HALF.get(what, 1.0),
-                    "rows": [rows[span.rank] for span in kind_spans],
-                    "starts": [ms(span.start) for span in kind_spans],
-                    "ends": [ms(span.end) for span in kind_spans],
-                    "actions": [str(span.action) for span in kind_spans],
-                }
-            )
+            if kind_spans:
+                height = half * _HALF.get(what, 1.0)
+                place = {"side": side, "low": middle - height, "high": middle + height}
+                # One entry in the legend for a kind, which hides it in all runs.
+                is_first = all(trace.get("name") != what for trace in traces)
+                trace = _trace(what, kind_spans, rows, is_many=len(run_spans) > _MANY)
+                traces.append(trace | {"meta": place, "showlegend": is_first})
         if run.path is not None:
-            middle, half = places[index]
-            data += _path(run.path, rows, middle - 0.75 * half)
-        data += _numbers(run_spans, rows, places[index][0], 0.011 * whole(sides))
-    label = f"Timeline of {len(ranks)} ranks, {' and '.join(name for name, _ in sides)}"
-    height = len(ranks) * (26 if len(sides) == 1 else 44)
-    layout = {**layout_of(sides, height), "hovermode": False, "dragmode": "zoom"}
-    layout["yaxis"] = {**ticks(ranks, _bubbles(sides)), "fixedrange": True}
-    # How wide the narrowest number's box is, from which page.js sees if there is room for two
-    # digits.
-    numbered = [*(_narrowest(run.timeline, 0.011 * whole(sides)) for _, run in sides)]
-    more = {"spans": drawn, "ranks": ranks, "numbered": min(numbered)}
-    return Figure("timeline", label, data, layout, more)
+            traces += _path(run.path, rows, middle - 0.75 * half)
+        traces += _numbers(run_spans, rows, middle, 0.011 * whole(sides))
+    return figure(
+        traces,
+        f"Timeline of {len(ranks)} ranks, {' and '.join(side for side, _ in sides)}",
+        **clock(sides, height=len(ranks) * (26 if len(sides) == 1 else 44)),
+        hovermode=False,
+        yaxis=ticks(ranks, _bubbles(sides)),
+    )
 
 
-def layout_of(sides: Sides, height: int) -> dict[str, Any]:
+def clock(sides: Sides, height: int) -> dict[str, Any]:
     """What timeline and memory have in common: above one another, they have one clock."""
     return {
         "height": 134 + height,
         "margin": {"l": 150, "r": 10, "t": 44, "b": 40},
-        "xaxis": {"title": {"text": "ms"}, "zeroline": False, "range": [0, whole(sides)]},
+        "xaxis": {"title": {"text": "ms"}, "range": [0, whole(sides)]},
         "legend": {"orientation": "h", "y": 1, "yanchor": "top", "yref": "container", "x": 0},
     }
 
 
 def _bubbles(sides: Sides) -> dict[int, str]:
     """By ranks, their bubbles in brackets."""
+    # Both sides in one pair of brackets, in the order in which they are drawn.
     percents: dict[int, list[str]] = {}
     for _, run in sides:
         for rank, share in idle(run.timeline).items():
@@ -127,39 +114,51 @@ def whole(sides: Sides) -> float:
     return ms(max((run.timeline.seconds for _, run in sides), default=0.0)) or 1.0
 
 
-def _trace(what: What, is_many: bool) -> dict[str, Any]:
-    """The spans of one kind; page.js has their corners. Many have no outline: it would hide their
-    colours."""
+def _trace(
+    what: What, kind_spans: Sequence[Span], rows: Mapping[int, int], *, is_many: bool
+) -> dict[str, Any]:
+    """The spans of one kind: each with its start and end in ms, row, rank and action, from which
+    page.js makes corners and says what is under the pointer."""
+    # plotly's own bars, an element each, take seconds for some thousands; polygons of one element
+    # take none, but plotly does not tell which of them is pointed at.
     hatch = {"fgcolor": "rgba(0,0,0,.45)", "bgcolor": COLOURS[what], "size": 5, "solidity": 0.25}
     fill = {"fillpattern": {**hatch, "shape": _HATCHES[what]}} if what in _HATCHES else {}
     return {
         "type": "scatter",
+        # The outlines of many would hide their colours.
         "mode": "none" if is_many else "lines",
         "name": what.value,
         "legendgroup": what.value,
+        "customdata": [
+            (ms(span.start), ms(span.end), rows[span.rank], span.rank, str(span.action))
+            for span in sorted(kind_spans, key=lambda span: (span.rank, span.start))
+        ],
         "fill": "toself",
         "fillcolor": COLOURS[what],
         "line": {"width": 0.4, "color": "rgba(0,0,0,.55)", "simplify": False},
-        "hoverinfo": "skip",
         **fill,
     }
 
 
-def _path(path: Timeline, rows: dict[int, int], height: float) -> list[dict[str, Any]]:
+def _path(path: Timeline, rows: Mapping[int, int], height: float) -> list[dict[str, Any]]:
     """What the step waits for, as a line through the rows, above the numbers."""
     events = [event for event in path.events if event.end > event.start]
     x = [ms(moment) for event in events for moment in (event.start, event.end)]
     y = [rows[event.rank] + height for event in events for _ in range(2)]
-    line: dict[str, Any] = {"type": "scatter", "mode": "lines", "x": x, "y": y}
-    line |= {"hoverinfo": "skip", "name": "critical path", "legendgroup": "critical path"}
-    under = {**line, "line": {"width": 4.5, "color": "#ffffff"}, "showlegend": False}
-    return [under, {**line, "line": {"width": 2, "color": "#000000"}}]
+    # White under black, so that it is seen on any colour; the legend has it once.
+    path_traces = [
+        line("critical path", x, y, width=width, color=colour) | {"legendgroup": "critical path"}
+        for width, colour in ((4.5, "#ffffff"), (2, "#000000"))
+    ]
+    return [path_traces[0] | {"showlegend": False}, path_traces[1]]
 
 
 def _numbers(
-    run_spans: Sequence[Span], rows: dict[int, int], middle: float, room: float
+    run_spans: Sequence[Span], rows: Mapping[int, int], middle: float, room: float
 ) -> list[dict[str, Any]]:
-    """The microbatches, where there is room for them (in ms)."""
+    """The microbatches, where there is room for them (in ms); page.js hides them where the
+    narrowest, `meta`, has no room for two digits."""
+    # More numbers than that are too many elements for a page that shall load at once.
     numbered = [
         span for span in run_spans if span.what in COMPUTES and ms(span.end - span.start) > room
     ]
@@ -173,13 +172,7 @@ def _numbers(
             "y": [rows[span.rank] + middle for span in numbered],
             "text": [str(span.action.microbatch) for span in numbered],
             "textfont": {"size": 10, "color": "#000000"},
-            "hoverinfo": "skip",
+            "meta": min(ms(span.end - span.start) for span in numbered),
             "showlegend": False,
         }
     ]
-
-
-def _narrowest(timeline: Timeline, room: float) -> float:
-    """The ms of the shortest computation that is numbered; `room` if there is none."""
-    long = [ms(e.end - e.start) for e in timeline.events if e.action.do.kind]
-    return min((duration for duration in long if duration > room), default=room)

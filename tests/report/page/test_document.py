@@ -1,7 +1,5 @@
 """The page: what is in it, and that what it is given stays text."""
 
-import base64
-import gzip
 import json
 from html.parser import HTMLParser
 
@@ -55,12 +53,8 @@ def made():
     return history, plan, run
 
 
-def unpacked(page: Read) -> dict:
-    return json.loads(gzip.decompress(base64.b64decode(page.texts["page-data"])))
-
-
 def figures(page: Read) -> dict[str, dict]:
-    return {one["name"]: one for one in unpacked(page)["figures"]}
+    return json.loads(page.texts["figures"])
 
 
 def test_a_page_has_what_is_known(made):
@@ -81,8 +75,8 @@ def test_a_page_has_what_is_known(made):
     assert all(f"{at} {one.maker}" in page.said for at, one in enumerate(history))
     found = figures(page)
     assert found.keys() == {"stages", "timeline", "memory"}
-    spans = found["timeline"]["more"]["spans"]
-    drawn = [action for one in spans if one["what"] != "wait" for action in one["actions"]]
+    traces = [one for one in found["timeline"]["data"] if "customdata" in one]
+    drawn = [span[-1] for one in traces if one["name"] != "wait" for span in one["customdata"]]
     events = [str(event.action) for event in run.timeline.events]
     assert sorted(drawn) == sorted(2 * events)
     from plotly import graph_objects

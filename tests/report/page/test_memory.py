@@ -49,7 +49,7 @@ def test_no_rank_is_a_flat_line(run):
         said = f"rank {rank}  {report.size(curve.peak)}"
         assert figures[said] == pytest.approx(rank - 0.33)
     assert axis["ticktext"].count("1000.0 MiB") == 16
-    assert drawn["peak"]["text"] == ["fullest rank"] + [""] * 15
+    assert list(drawn["peak"]["text"]) == ["fullest rank"] + [""] * 15
 
 
 def test_a_limit_is_a_line_where_it_is_near(run):
@@ -62,9 +62,9 @@ def test_a_limit_is_a_line_where_it_is_near(run):
     assert near["limit"]["y"][:2] == pytest.approx([-0.33, -0.33])
     assert near["peak"]["y"][0] > near["limit"]["y"][0]
     assert far["predicted"]["y"] == traces(run, None)[0]["predicted"]["y"]
-    assert far["limit"]["name"] == "limit, 80.0 GiB (above all rows)" and far["limit"]["y"] == [
-        None
-    ]
+    assert far["limit"]["name"] == "limit, 80.0 GiB (above all rows)" and list(
+        far["limit"]["y"]
+    ) == [None]
     assert broken["peak"]["y"][0] < broken["limit"]["y"][0] < 0.33
 
 
