@@ -2,10 +2,10 @@
 
 `tables` writes them; read it first. `compare` puts what was predicted beside what was measured,
 `step_line` has a step in a line, `forecast` what a plan is expected to do, `forecast_text` the
-same in words. `page/` is a report as
-HTML: `run` is what it shows of a step, `spans` what of a timeline is drawn, and `extra` imports the
-libraries that draw. `picture` draws a schedule as papers do, `drawn` the graph of a program,
-`perfetto` writes a trace.
+same in words; `by_stage` adds up what they have of stages. `page/` is a report as HTML: `run` is
+what it shows of a step, `spans` what of a timeline is drawn, and `extra` imports the libraries that
+draw. `picture` draws a schedule as papers do, `drawn` the graph of a program, `perfetto` writes a
+trace.
 """
 
 from pfeife.report.compare import compare_memory, compare_times

@@ -32,6 +32,7 @@ class Compared:
 def compare_times(predicted: Timeline, *measured: Timeline) -> tuple[Compared, ...]:
     """The step first, then every action of every rank: predicted seconds and the median of the
     measured steps'. Raises ValueError if the timelines have other actions."""
+    # An action has one event in a step: rank and action tell it from all others.
     expected = {(e.rank, e.action): e.end - e.start for e in predicted.events}
     seconds_of: dict[tuple[int, Action], list[float]] = {key: [] for key in expected}
     for timeline in measured:
@@ -39,6 +40,7 @@ def compare_times(predicted: Timeline, *measured: Timeline) -> tuple[Compared, .
         _check(set(expected), set(actions))
         for key, seconds in actions.items():
             seconds_of[key].append(seconds)
+    # The median, since the first steps and those that something else has held up last longer.
     whole = statistics.median(timeline.seconds for timeline in measured)
     rows = [Compared(None, None, predicted.seconds, whole)]
     for (rank, action), seconds in expected.items():
@@ -61,6 +63,7 @@ def compare_memory(
         )
         rows.append(Compared(predicted_curve.rank, None, predicted_curve.peak, measured_curve.peak))
     for predicted_curve, measured_curve in zip(predicted, measured, strict=True):
+        # Those of actions are without what is held all the time, the totals above with it.
         peaks = {point.action: point.peak for point in measured_curve.points}
         rows += [
             Compared(predicted_curve.rank, p.action, p.peak, peaks[p.action])

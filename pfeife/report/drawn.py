@@ -20,6 +20,7 @@ def dot(program: Program) -> str:
 def svg(program: Program) -> str:
     """The same, drawn by graphviz's program `dot`. Raises ImportError without pydot, and ValueError
     without that program, which pip does not install (`apt install graphviz`)."""
+    # pydot raises FileNotFoundError there, which does not say what to install.
     drawn = _drawn(program)
     if shutil.which("dot") is None:
         raise ValueError(
@@ -35,6 +36,7 @@ def _drawn(program: Program) -> Any:
     drawn.set_node_defaults(shape="box", style="filled", fontname="sans-serif", fontsize="10")
     drawn.set_edge_defaults(fontname="sans-serif", fontsize="9")
     for name, data in graph.nodes(data=True):
+        # graphviz breaks lines at its own \\n, which has to reach it as two letters.
         text = _quoted("\\n".join(_words(name, data)))
         drawn.add_node(
             library.Node(_quoted(name), label=text, fillcolor=_quoted(_FILLS[data["kind"]]))
@@ -54,4 +56,5 @@ def _words(name: str, data: dict[str, Any]) -> list[str]:
 
 
 def _quoted(text: str) -> str:
+    # What stands in quotes is text in DOT; without, a name with a dot or a colon means a port.
     return '"' + text.replace('"', "'") + '"'

@@ -10,9 +10,9 @@ from pfeife.data.schedule import RECEIVES, Do
 from pfeife.data.timeline import Event, Timeline
 from pfeife.ir.batch import rows_and_tokens
 from pfeife.ir.flops import flops_of
-from pfeife.ir.messages import holders, messages
 from pfeife.ir.parts import Kind, Role
 from pfeife.ir.program import Program
+from pfeife.report.by_stage import held_names, sent_bytes
 from pfeife.report.run import Run, Target
 
 
@@ -26,6 +26,7 @@ def forecast_of(
     ranks, replicas = len(plan.schedule.ranks), program.replicas
     count = plan.schedule.microbatches * replicas
     flops = flops_of(clusters)
+    # Each type has a peak of its own: a step in bfloat16 may have its loss in float32.
     peak = sum(number / machine.peak_of(dtype) for dtype, number in flops.items())
     samples, tokens = rows_and_tokens(program)
     step = run.timeline.seconds
@@ -39,12 +40,14 @@ def forecast_of(
         samples=count * samples,
         tokens=count * tokens,
         step_seconds=step,
+        # The bound is of the planner's own costs, the step of the program's: it may be the lesser.
         bound_seconds=None if plan.bound_seconds is None else min(plan.bound_seconds, step),
         flops=count * sum(flops.values()),
         peak_seconds=count * peak / (ranks * replicas),
         memory_limit=machine.memory if target.limit is None else target.limit,
         stages=tuple(_stages(plan, clusters, program)),
         by_rank=tuple(_ranks(run, ranks)),
+        # Without a critical path all that ranks do is looked at, which is still the longest first.
         waits=waits_of(run.path or run.timeline, plan.stage_ranks),
         parameter_bytes=sum(port.bytes for port in program.ports(Role.PARAMETER)),
     )
@@ -57,15 +60,10 @@ def _stages(plan: Plan, clusters: Program, program: Program) -> list[StageForeca
         key = call.unit, call.kind == Kind.FORWARD
         seconds[key] = seconds.get(key, 0.0) + (call.seconds or 0.0)
         adding[call.unit] += call.accumulate_seconds
-    sent = [0] * plan.stages
-    for message in messages(program):
-        sent[message.sender.unit] += message.bytes
-    held, held_bytes = [0] * plan.stages, [0] * plan.stages
+    sent = sent_bytes(program, plan.stages)
     ports = {port.fqn: port for port in program.ports(Role.PARAMETER)}
-    for name, calls in holders(program).items():
-        for unit in {call.unit for call in calls}:
-            held[unit] += torch.Size(ports[name].shape).numel()
-            held_bytes[unit] += ports[name].bytes
+    held = [[ports[name] for name in names] for names in held_names(program, plan.stages)]
+    # A plan without recomputation has no options at all.
     again = [option.extra_seconds for option in plan.recompute] or [0.0] * plan.stages
     paths = layers_of(clusters, plan)
     return [
@@ -75,11 +73,11 @@ def _stages(plan: Plan, clusters: Program, program: Program) -> list[StageForeca
             first=paths[stage][0],
             last=paths[stage][1],
             clusters=plan.stage_of_cluster.count(stage),
-            parameters=held[stage],
+            parameters=sum(torch.Size(port.shape).numel() for port in held[stage]),
             forward_seconds=seconds.get((stage, True), 0.0),
             backward_seconds=seconds.get((stage, False), 0.0),
             sent_bytes=sent[stage],
-            parameter_bytes=held_bytes[stage],
+            parameter_bytes=sum(port.bytes for port in held[stage]),
             again_seconds=again[stage],
             adding_seconds=adding[stage],
         )
@@ -102,6 +100,7 @@ def _ranks(run: Run, count: int) -> list[RankForecast]:
     whole = run.timeline.seconds
     busy = [0.0] * count
     for event in run.timeline.events:
+        # Messages and reductions run beside computing: a rank that only does these has a bubble.
         if event.action.do.kind:
             busy[event.rank] += event.end - event.start
     return [
@@ -121,6 +120,7 @@ def waits_of(path: Timeline, stage_ranks: Sequence[int]) -> tuple[Wait, ...]:
     for event in path.events:
         if event.end > event.start:
             seconds_of.setdefault(_doing(event, stage_ranks), []).append(event.end - event.start)
+    # An empty step has no parts, and so no division.
     whole = path.seconds or 1.0
     parts = [
         Wait(what, len(each), sum(each), min(sum(each) / whole, 1.0), kind)

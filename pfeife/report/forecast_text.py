@@ -13,7 +13,7 @@ from pfeife.data.units import count
 from pfeife.report.tables import size, table
 
 
-def forecast_table(found: Forecast, width: int = 1000) -> str:
+def forecast_table(forecast: Forecast, width: int = 1000) -> str:
     """A row a stage, a row a rank, and what it comes to; the tables are at most so many letters
     wide where that can be: then paths are shortened, and the smallest of the ranks' bytes added
     up."""
@@ -29,9 +29,9 @@ def forecast_table(found: Forecast, width: int = 1000) -> str:
             f"{1e3 * stage.backward_seconds:.2f} ms",
             size(stage.sent_bytes),
         )
-        for stage in found.stages
+        for stage in forecast.stages
     ]
-    parts = [_narrowed(stages, head, width), _ranks(found, width), forecast_summary(found)]
+    parts = [_narrowed(stages, head, width), _ranks(forecast, width), forecast_summary(forecast)]
     return "\n\n".join(parts)
 
 
@@ -53,6 +53,7 @@ def _short(path: str, most: int) -> str:
     """A path up to the number of its innermost block, and the end of its last name."""
     if len(path) <= most:
         return path
+    # "model.layers.12" says more of "model.layers.12.mlp.down_proj" than its beginning alone.
     block = re.match(r".*\.\d+(?=\.)", path)
     first, last = block[0] if block else path.partition(".")[0], path.rpartition(".")[2]
     last = last[-(most // 3) :]
@@ -67,6 +68,7 @@ def _ranks(forecast: Forecast, width: int) -> str:
     for rank_forecast in forecast.by_rank:
         for word, number in rank_forecast.bytes.items():
             most[word] = max(most.get(word, 0), number)
+    # The smallest first: what is added up is what a reader misses least.
     small = sorted(most, key=lambda word: most[word])
     # One column alone would only change its name.
     for several in (0, *range(2, len(small) + 1)):
@@ -102,36 +104,39 @@ def _computing(forecast: Forecast) -> str:
     return f"computes: {microbatches} x (forward + backward){more}"
 
 
-def forecast_summary(found: Forecast) -> str:
+def forecast_summary(forecast: Forecast) -> str:
     """Step, rates, utilization, bound, memory, what limits the step and what to do about it, a line
     each."""
-    rate = f"{count(found.samples_per_second)} samples/s"
-    if found.tokens:
-        each = found.tokens_per_second / found.world
-        rate = f"{count(found.tokens_per_second)} tokens/s ({count(each)} a rank), {rate}"
-    of = f"{found.replicas} x {found.ranks}" if found.replicas > 1 else f"{found.ranks}"
+    # A model without tokens, such as one of images, has rows alone.
+    rate = f"{count(forecast.samples_per_second)} samples/s"
+    if forecast.tokens:
+        each = forecast.tokens_per_second / forecast.world
+        rate = f"{count(forecast.tokens_per_second)} tokens/s ({count(each)} a rank), {rate}"
+    of = f"{forecast.replicas} x {forecast.ranks}" if forecast.replicas > 1 else f"{forecast.ranks}"
     # Such as bf16-mixed.
-    kind, _, mixed = found.asked.get("precision", "").partition("-")
+    kind, _, mixed = forecast.asked.get("precision", "").partition("-")
     kinds = f" in {kind}{', float32 beside it' if mixed else ''}" if kind else ""
     lines = [
-        *([("asked", found.asked["command"])] if "command" in found.asked else []),
-        *([("with", _with(found.asked))] if found.asked else []),
-        ("plan", f"{found.schedule}, {of} ranks of {found.machine}, {len(found.stages)} stages, "
-         f"{found.microbatches} microbatches, {count(found.parameters)} parameters "
-         f"({size(found.parameter_bytes)}{kinds})"),
-        *([("network", found.network)] if found.network else []),
-        *([("cuts", _cuts(found.cut_blocks))] if found.cut_blocks else []),
-        ("step", f"{found.step_seconds:.4g} s: {rate}"),
-        ("MFU", f"{found.utilization:.1%} = {count(found.flops)}FLOP / ({found.world} ranks x "
-         f"{count(_peak(found))}FLOP/s x {found.step_seconds:.4g} s)"),
-        ("bubble", f"{found.bubble:.1%} of the ranks' time"),
+        *([("asked", forecast.asked["command"])] if "command" in forecast.asked else []),
+        *([("with", _with(forecast.asked))] if forecast.asked else []),
+        ("plan", f"{forecast.schedule}, {of} ranks of {forecast.machine}, "
+         f"{len(forecast.stages)} stages, {forecast.microbatches} microbatches, "
+         f"{count(forecast.parameters)} parameters ({size(forecast.parameter_bytes)}{kinds})"),
+        *([("network", forecast.network)] if forecast.network else []),
+        *([("cuts", _cuts(forecast.cut_blocks))] if forecast.cut_blocks else []),
+        ("step", f"{forecast.step_seconds:.4g} s: {rate}"),
+        ("MFU", f"{forecast.utilization:.1%} = {count(forecast.flops)}FLOP / "
+         f"({forecast.world} ranks x {count(_peak(forecast))}FLOP/s "
+         f"x {forecast.step_seconds:.4g} s)"),
+        ("bubble", f"{forecast.bubble:.1%} of the ranks' time"),
     ]  # fmt: skip
-    if found.gap is not None:
-        lines.append(("bound", f"{found.bound_seconds:.4g} s for these stages, the step is "
-                      f"{found.gap:.1%} over it"))  # fmt: skip
-    lines.append(("memory", f"{size(found.peak_bytes)} on the fullest rank, of "
-                  f"{size(found.memory_limit)}"))  # fmt: skip
-    lines += [("limit", found.limited_by), ("advice", advice(found))]
+    # There is a bound only where the planner has proven one.
+    if forecast.gap is not None:
+        lines.append(("bound", f"{forecast.bound_seconds:.4g} s for these stages, the step is "
+                      f"{forecast.gap:.1%} over it"))  # fmt: skip
+    lines.append(("memory", f"{size(forecast.peak_bytes)} on the fullest rank, of "
+                  f"{size(forecast.memory_limit)}"))  # fmt: skip
+    lines += [("limit", forecast.limited_by), ("advice", advice(forecast))]
     return "\n".join(f"{word:7} {text}" for word, text in lines)
 
 
@@ -153,17 +158,18 @@ def _peak(forecast: Forecast) -> float:
     )
 
 
-def forecast_csv(found: Forecast) -> str:
+def forecast_csv(forecast: Forecast) -> str:
     """A row a stage, with the figures of its rank beside it."""
-    by_rank = {rank_forecast.rank: rank_forecast for rank_forecast in found.by_rank}
+    by_rank = {rank_forecast.rank: rank_forecast for rank_forecast in forecast.by_rank}
     words = list(
-        dict.fromkeys(word for rank_forecast in found.by_rank for word in rank_forecast.bytes)
+        dict.fromkeys(word for rank_forecast in forecast.by_rank for word in rank_forecast.bytes)
     )
+    # Ranks may hold different kinds of bytes; a column is for all of them, in one order.
     names = [field.name for field in attrs.fields(StageForecast)]
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
-    rows.writerow([*names, "computing_seconds", "bubble", "peak_bytes", *words, *found.asked])
-    for stage in found.stages:
+    rows.writerow([*names, "computing_seconds", "bubble", "peak_bytes", *words, *forecast.asked])
+    for stage in forecast.stages:
         rank = by_rank[stage.rank]
         rows.writerow(
             [
@@ -172,7 +178,7 @@ def forecast_csv(found: Forecast) -> str:
                 rank.bubble,
                 rank.peak_bytes,
                 *(rank.bytes.get(word, 0) for word in words),
-                *found.asked.values(),
+                *forecast.asked.values(),
             ]
         )
     return text.getvalue()

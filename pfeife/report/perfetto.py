@@ -37,6 +37,7 @@ def chrome_trace(predicted: Run | Timeline, measured: Run | Timeline | None = No
     """
     both = {"predicted": predicted} | ({"measured": measured} if measured is not None else {})
     sides = {name: run if isinstance(run, Run) else Run(run) for name, run in both.items()}
+    # A side is named only where there are two: one alone needs no word in every thread.
     label = list(sides) if len(sides) > 1 else [""]
     events: list[dict[str, Any]] = []
     names: dict[tuple[int, int], str] = {}
@@ -47,10 +48,12 @@ def chrome_trace(predicted: Run | Timeline, measured: Run | Timeline | None = No
     ranks = sorted({pid for pid, _ in names})
     path = [(name, run.path) for name, run in sides.items() if run.path is not None]
     for at, (_, critical) in enumerate(path):
+        # After the ranks, so that it stands below them.
         pid = 1 + max(ranks, default=0)
         names[pid, at] = "critical path"
         slices = (e for e in critical.events if e.end > e.start)
         events += [_slice(f"rank {e.rank}: {e.action}", pid, at, e.start, e.end) for e in slices]
+    # Perfetto takes any order; sorted, the same runs give the same text, and slices nest rightly.
     events.sort(key=lambda event: event["ts"])
     whole = {"displayTimeUnit": "ms", "traceEvents": [*_metadata(names, ranks), *events]}
     return json.dumps(whole, allow_nan=False)
@@ -62,6 +65,8 @@ def _slices(
     """What ranks do, with the names of their threads."""
     ends: dict[int, list[float]] = {}  # of the lanes of reductions, which may overlap
     for span in sorted(spans(run.timeline), key=lambda span: span.start):
+        # A rank reduces beside computing, and several at once: slices that overlap without being
+        # inside of one another need threads of their own.
         lane = 0
         if span.what == What.REDUCE:
             lane = 1 + _lane(ends.setdefault(span.rank, []), span)
@@ -91,6 +96,7 @@ def _slice(name: str, pid: int, tid: int, start: float, end: float) -> dict[str,
 
 def _arrows(timeline: Timeline, side: int) -> Iterator[dict[str, Any]]:
     """From each send to its receive, inside of both: an arrow ends at the slice that is open."""
+    # A moment before its end the slice is still open; at its end the arrow would have no slice.
     received: dict[Action, tuple[int, float]] = {
         e.action: (e.rank, max(e.start, e.end - 1e-9))
         for e in timeline.events
@@ -101,6 +107,7 @@ def _arrows(timeline: Timeline, side: int) -> Iterator[dict[str, Any]]:
         rank, end = received.get(received_as(event.action), (None, 0.0))
         if rank is None:
             continue
+        # Ids are even for the first side and odd for the second, and so tell all messages apart.
         same = {"name": "message", "cat": "message", "id": 2 * index + side, "tid": side * _LANES}
         yield {**same, "ph": "s", "pid": event.rank, "ts": _us(event.start)}
         yield {**same, "ph": "f", "bp": "e", "pid": rank, "ts": _us(end)}

@@ -27,6 +27,8 @@ class Run:
 
     def moments(self, curve: MemoryCurve) -> Iterator[tuple[float, int]]:
         """When a rank has how many bytes, in the order of time: each until the next one."""
+        # A curve has bytes by actions, a timeline has the seconds of these: together they are bytes
+        # over time.
         always, last = sum(curve.held.values()), 0
         times = {e.action: (e.start, e.end) for e in self.timeline.events if e.rank == curve.rank}
         yield 0.0, always
@@ -36,6 +38,7 @@ class Run:
                 for moment, beside in zip(
                     times[point.action], (point.peak, point.after), strict=True
                 ):
+                    # Most actions leave what was there: a drawing is half as long without them.
                     if beside != last:
                         yield moment, always + beside
                         last = beside
@@ -71,6 +74,7 @@ def expected(program: Program, schedule: Schedule, target: Target) -> Run:
     """
     links = target.machine, target.network, target.between
     timeline = predict(program, schedule, *links)
+    # The critical path asks for the same action again and again.
     occupied = functools.cache(occupied_seconds(program, *links))
     path = critical_path(timeline, occupied, target.machine.action_seconds)
     curves = memory_curves(program, schedule, optimizer=target.optimizer, apart=target.apart)

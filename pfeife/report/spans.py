@@ -65,6 +65,7 @@ def spans(timeline: Timeline) -> tuple[Span, ...]:
     >>> [(span.rank, span.what.value, span.start) for span in report.spans(timeline)][:2]
     [(0, 'forward', 0.0), (0, 'forward', 1.0)]
     """
+    # A send and its receive are one message: the action of one tells that of the other.
     sent = {received_as(e.action): e.start for e in timeline.events if e.action.do in SENDS}
     drawn_spans = []
     for event in timeline.events:
@@ -83,6 +84,7 @@ def idle(timeline: Timeline) -> dict[int, float]:
     """By ranks, the share of the step in which a rank computes nothing."""
     busy: dict[int, float] = {}
     for event in timeline.events:
+        # A rank that only waits or sends is in the result too, with all of the step.
         seconds = event.end - event.start if event.action.do.kind else 0.0
         busy[event.rank] = busy.get(event.rank, 0.0) + seconds
     whole = timeline.seconds or 1.0

@@ -16,6 +16,7 @@ def step_line(figures: StepFigures) -> str:
 
     What is not known is left out.
     """
+    # Of many ranks one is named: a line has no room for all, and the others wait less.
     step, most = figures, figures.waits_most
     what = "tokens" if step.tokens else "samples"
     rate = step.tokens_per_second if step.tokens else step.samples_per_second
@@ -23,6 +24,7 @@ def step_line(figures: StepFigures) -> str:
         f"{step.whole_seconds:.3g} s ({step.outside_seconds:.2g} s of it between calls)",
         f"{_short(rate).replace(' ', '')} {what}/s",
     ]
+    # Without a machine of known peak there is no share.
     if step.flops:
         share = f"{100 * step.utilization:.3g} % of {len(step.account_bytes)} x {step.machine}"
         parts.append(f"{_short(step.flops_per_second)}FLOP/s ({share})")

@@ -12,10 +12,10 @@ from pfeife.data.schedule import RECEIVES
 from pfeife.data.timeline import MemoryCurve, Timeline
 from pfeife.data.units import size
 from pfeife.ir.absorb import absorb
-from pfeife.ir.messages import holders, messages
 from pfeife.ir.nodes import receive, send
 from pfeife.ir.parts import Role
 from pfeife.ir.program import Program
+from pfeife.report.by_stage import held_names, sent_bytes
 from pfeife.report.compare import Compared
 
 
@@ -52,6 +52,7 @@ def calls_table(program: Program) -> str:
 def rank_part(program: Program, rank: int) -> str:
     """What one rank does for a microbatch, from a program with messages: its calls, sends and
     receives, a line each."""
+    # A plain node between calls has no rank of its own; in the call that reads it, it has.
     program = absorb(program)
     calls = {call.node for call in program.calls if call.rank == rank}
     lines = [
@@ -75,16 +76,9 @@ def plan_table(plan: Plan, program: Program) -> str:
             f"the plan has {plan.stages} stages, and the program {program.units} units: it must be "
             "what `partition(plan)` makes, or a later one"
         )
+    # Bytes are those of the program, not of the plan: what a stage holds depends on all passes.
     memory = stage_memory(program)
-    names = {
-        stage: [
-            name for name, calls in holders(program).items() if stage in {c.unit for c in calls}
-        ]
-        for stage in range(plan.stages)
-    }
-    sent = {stage: 0 for stage in range(plan.stages)}
-    for message in messages(program):
-        sent[message.sender.unit] += message.bytes
+    names, sent = held_names(program, plan.stages), sent_bytes(program, plan.stages)
     seconds = plan.stage_seconds or (None,) * plan.stages
     rows = [
         (
@@ -132,6 +126,7 @@ def critical_table(path: Timeline) -> str:
     seconds: dict[tuple[int, str], list[float]] = {}
     for event in path.events:
         do = event.action.do
+        # What takes no time is no part of what the step waits for.
         if event.end == event.start:
             continue
         word = "computes" if do.kind else "is sent" if do in RECEIVES else do.name.lower()
@@ -166,6 +161,7 @@ def network_table(network: Network) -> str:
     rows = []
     for link in network.links:
         largest = link.sizes[-1]
+        # The smallest message takes the latency; what the largest takes beside it is bandwidth.
         taken = link.seconds[-1] - link.seconds[0]
         rows.append(
             (
@@ -244,6 +240,7 @@ def memory_chart(curve: MemoryCurve, width: int = 80, height: int = 8) -> str:
     """The bytes of a rank over its actions, as columns; the bottom is what it always holds."""
     peaks = [point.peak for point in curve.points] or [0]
     shown = min(width, len(peaks))
+    # Several actions share a column where there are more than columns: the highest counts.
     edges = [len(peaks) * column // shown for column in range(shown + 1)]
     columns = [max(peaks[low:high]) for low, high in pairwise(edges)]
     top = max(*columns, 1)
