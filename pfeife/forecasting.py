@@ -176,6 +176,7 @@ def answer(flat: Program, question: Question, progress: Progress | None = None) 
     target = Target(machine, network, between, question.optimizer, question.memory_limit)
     run = expected(program, schedule, target)
     figures = forecast_of(plan, clusters, program, run, target, schedule_name(question))
+    # What the report cannot know of: the links in words, and the blocks that the cuts go through.
     joins = question.network.summary if question.network else ""
     within = cut_blocks(clusters, plan.stage_of_cluster)
     figures = attrs.evolve(figures, network=joins, cut_blocks=within)
@@ -203,6 +204,7 @@ def _clusters(flat: Program, question: Question, machine: Machine) -> Program:
     # as its schedule wants it.
     if splits(question.schedule) and flat.ports(Role.TANGENT) and question.plan is None:
         passes.append(split_backward())
+    # Costs last: they are of the calls that the passes before have made.
     fused = compose(*passes)(flat)
     return annotate(estimate(fused, machine))(fused)
 
@@ -215,6 +217,7 @@ def _plan(
     replicas: Replicas,
     progress: Progress | None,
 ) -> Plan:
+    # A given schedule has a number of stages already; another one beside it would be refused.
     schedule_given = isinstance(question.schedule, Schedule)
     return make_plan(
         clusters,

@@ -6,5 +6,5 @@ one to read; `compare` asks it for many plans, `fit` for those that memory holds
 schedule without a model, `show` tells what a file is, `explain` looks at a step, `profile` runs
 one, `demo` trains one, `machines` lists the profiles, `bench_network` measures links. `arguments`
 reads options, `models` finds the step that a command is about, `batches` what it is called with,
-`programs` captures it, `file_kinds` reads files.
+`programs` captures it, `file_kinds` reads files, `answers` writes them and says what is printed.
 """

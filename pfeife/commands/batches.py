@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -33,8 +34,10 @@ def batch_of(
     in every call, and the tensors alone by their paths. Raises ValueError if a model says too
     little of its inputs."""
     arguments = inspect.signature(model.forward).parameters
-    model_config = getattr(model, "config", None)
-    config = _Config(model_config)
+    config = getattr(model, "config", None)
+    # diffusers has dictionaries, transformers objects.
+    if isinstance(config, Mapping):
+        config = SimpleNamespace(**config)
     sizes = (
         _text(arguments, config, wanted)
         or _image(arguments, config)
@@ -69,10 +72,10 @@ def batch_of(
     return batch, constants, tensors
 
 
-def _unsaid(name: str, arguments: Mapping[str, Any], config: "_Config") -> str:
+def _unsaid(name: str, arguments: Mapping[str, Any], config: Any) -> str:
     """What a configuration lacks to tell what its model is given, and the words that say it."""
     side = "image_size" if "pixel_values" in arguments else "sample_size"
-    if {"pixel_values", "sample"} & set(arguments) and config.knows(side):
+    if {"pixel_values", "sample"} & set(arguments) and hasattr(config, side):
         return f"{name} does not say how large its inputs are: --set {side}=64, or what yours have"
     required = [
         n
@@ -86,12 +89,10 @@ def _unsaid(name: str, arguments: Mapping[str, Any], config: "_Config") -> str:
     )
 
 
-def _check_positions(
-    model: nn.Module, config: "_Config", tensors: Mapping[str, torch.Tensor]
-) -> None:
+def _check_positions(model: nn.Module, config: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raises ValueError for more tokens than a model has learned positions: on the meta device
     nothing is looked up, and so nothing is missed."""
-    most = config("max_position_embeddings", "n_positions")
+    most = _setting(config, "max_position_embeddings", "n_positions")
     tokens = tensors["input_ids"].shape[-1] if "input_ids" in tensors else 0
     if not isinstance(most, int) or tokens <= most:
         return
@@ -103,39 +104,21 @@ def _check_positions(
         )
 
 
-class _Config:
-    """What a configuration says, if it does."""
-
-    def __init__(self, config: Any):
-        self.config = config
-
-    def knows(self, name: str) -> bool:
-        """Whether there is such a setting, perhaps None."""
-        return (
-            name in self.config if isinstance(self.config, Mapping) else hasattr(self.config, name)
-        )
-
-    def __call__(self, *names: str, default: Any = None) -> Any:
-        for name in names:
-            setting = (
-                self.config.get(name)
-                if isinstance(self.config, Mapping)
-                else getattr(self.config, name, None)
-            )
-            if setting is not None:
-                return setting
-        return default
+def _setting(config: Any, *names: str, default: Any = None) -> Any:
+    """What a configuration says under the first of some names that is not None."""
+    settings = (getattr(config, name, None) for name in names)
+    return next((setting for setting in settings if setting is not None), default)
 
 
-def _text(arguments: Mapping[str, Any], config: _Config, wanted: Wanted) -> Sizes:
+def _text(arguments: Mapping[str, Any], config: Any, wanted: Wanted) -> Sizes:
     if "input_ids" not in arguments:
         return {}
-    most = config("max_position_embeddings", "n_positions", default=SEQUENCE)
+    most = _setting(config, "max_position_embeddings", "n_positions", default=SEQUENCE)
     return {"input_ids": ((wanted.sequence or min(most, SEQUENCE),), "int64")}
 
 
-def _image(arguments: Mapping[str, Any], config: _Config) -> Sizes:
-    side, channels = config("image_size"), config("num_channels", default=3)
+def _image(arguments: Mapping[str, Any], config: Any) -> Sizes:
+    side, channels = _setting(config, "image_size"), _setting(config, "num_channels", default=3)
     if "pixel_values" not in arguments or side is None:
         return {}
     height, width = (side, side) if isinstance(side, int) else tuple(side)[-2:]
@@ -145,22 +128,21 @@ def _image(arguments: Mapping[str, Any], config: _Config) -> Sizes:
     return sizes
 
 
-def _diffusion(arguments: Mapping[str, Any], config: _Config, wanted: Wanted) -> Sizes:
+def _diffusion(arguments: Mapping[str, Any], config: Any, wanted: Wanted) -> Sizes:
     """A denoiser: a noisy sample, its time, and what it is conditioned on."""
-    side, channels = config("sample_size"), config("in_channels")
+    side, channels = _setting(config, "sample_size"), _setting(config, "in_channels")
     if not {"sample", "timestep"} <= set(arguments) or side is None or channels is None:
         return {}
     height, width = (side, side) if isinstance(side, int) else tuple(side)[-2:]
     sizes: Sizes = {"sample": ((channels, height, width), ""), "timestep": ((), "int64")}
-    wide = config("encoder_hid_dim", "cross_attention_dim")
+    wide = _setting(config, "encoder_hid_dim", "cross_attention_dim")
     if "encoder_hidden_states" in arguments and isinstance(wide, int):
         sizes["encoder_hidden_states"] = ((wanted.sequence or 77, wide), "")  # CLIP's tokens
-    if config("addition_embed_type") == "text_time":  # sizes and crops, six numbers, beside a text
-        number_width, width_of_all = (
-            config("addition_time_embed_dim"),
-            config("projection_class_embeddings_input_dim"),
-        )
-        sizes["added_cond_kwargs.text_embeds"] = ((width_of_all - 6 * number_width,), "")
+    if _setting(config, "addition_embed_type") == "text_time":
+        # Sizes and crops, six numbers each as wide as a time, beside a text.
+        time_width = _setting(config, "addition_time_embed_dim")
+        width = _setting(config, "projection_class_embeddings_input_dim")
+        sizes["added_cond_kwargs.text_embeds"] = ((width - 6 * time_width,), "")
         sizes["added_cond_kwargs.time_ids"] = ((6,), "")
     return sizes
 

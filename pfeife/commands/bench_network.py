@@ -3,8 +3,8 @@
 import argparse
 import logging
 
+from pfeife.commands.answers import writable
 from pfeife.commands.arguments import count
-from pfeife.commands.plan import writable
 
 HELP = "measure the links between all ranks, under torchrun"
 EXAMPLES = """\
@@ -32,6 +32,7 @@ def run(options: argparse.Namespace) -> str:
     from pfeife.runtime.distributed.process_group import join_world, leave_world
 
     device = torch.device(options.device)
+    # Collective: all ranks come here, also those that print nothing.
     world = join_world(device)
     if world is None:
         raise ValueError(

@@ -6,11 +6,15 @@ import io
 import itertools
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from pfeife.commands.answers import deliver, in_a_line, writable
 from pfeife.commands.arguments import plan_arguments, step_arguments
+
+if TYPE_CHECKING:
+    from pfeife.commands.programs import Captures
 
 HELP = "plan a step in many ways (lists with commas), and say which is best"
 EXAMPLES = """\
@@ -73,33 +77,24 @@ def run(options: argparse.Namespace) -> str:
     """The table of all plans."""
     import logging
 
-    from pfeife.commands.plan import writable, write
-    from pfeife.commands.programs import saved, with_precision
+    from pfeife.commands.programs import changed, opened
     from pfeife.data.progress import shown
 
     writable(options.json, options.csv)
-    stored = saved(options.what)
-    options = with_precision(options, stored)
-    questions = [_asked(options, choices) for choices in _choices(options)]  # before any capture
-    programs: dict[Any, Any] = {}
+    options, captures = opened(options)
+    all_choices = _choices(options)
     rows = []
     log = logging.getLogger("pfeife")
     with shown(log).phase("comparing") as phase:
-        for done, (choices, question) in enumerate(questions, 1):
-            rows.append(_planned(options, choices, question, programs, stored))
+        for done, choices in enumerate(all_choices, 1):
+            rows.append(_planned(choices, changed(options, **choices), captures))
             if phase.progress:
-                phase.progress(done, len(questions))
+                phase.progress(done, len(all_choices))
             else:
-                log.info("%d of %d: %s", done, len(questions), rows[-1].said)
+                log.info("%d of %d: %s", done, len(all_choices), rows[-1].said)
     rows.sort(key=lambda row: (bool(row.refused), _order(row, options.sort)))
-    data, text = _json(rows), _csv(rows)
-    if options.json not in (None, "-"):
-        write(options.json, data)
-    if options.csv not in (None, "-"):
-        write(options.csv, text)
-    if "-" in (options.json, options.csv):
-        return data if options.json == "-" else text.rstrip("\n")
-    return f"{_table(rows)}\n\nasked   {options.typed}"
+    text = f"{_table(rows)}\n\nasked   {options.typed}"
+    return deliver(options, data=_json(rows), rows=_csv(rows), text=text)
 
 
 def _order(row: Row, how: str) -> float:
@@ -110,6 +105,7 @@ def _choices(options: argparse.Namespace) -> list[dict[str, Any]]:
     """What each plan is asked for: all combinations, but nothing is between the nodes of one."""
     axes = (*_AXES, *_MORE)
     lists = [getattr(options, axis) or (None,) for axis in axes]
+    # An option without a list has one entry, so that the product is over all of them alike.
     combinations = [dict(zip(axes, chosen, strict=True)) for chosen in itertools.product(*lists)]
     # With one node the links between nodes make no difference: such rows become equal, and a
     # dictionary keeps one of each, in the order of the combinations.
@@ -120,45 +116,16 @@ def _choices(options: argparse.Namespace) -> list[dict[str, Any]]:
     return list({tuple(choices.values()): choices for choices in distinct}.values())
 
 
-def _asked(
-    options: argparse.Namespace, choices: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any] | Row]:
-    """The choices of a plan with its question, or with the reason that there is none."""
+def _planned(choices: dict[str, Any], options: argparse.Namespace, captures: "Captures") -> Row:
+    """One of the plans, for the options with its choices."""
     from pfeife.commands.plan import question_of
-    from pfeife.forecasting import Question
+    from pfeife.forecasting import answer
 
     try:
-        question = question_of(argparse.Namespace(**{**vars(options), **choices}))
-        Question(**question)
+        question = question_of(options)  # before a capture, which what cannot be needs none of
+        figures = answer(captures.of(options).program, question).forecast
     except ValueError as error:
-        return choices, Row(choices, refused=" ".join(str(error).split()))
-    return choices, question
-
-
-def _planned(
-    options: argparse.Namespace,
-    choices: dict[str, Any],
-    question: dict[str, Any] | Row,
-    programs: dict[Any, Any],
-    stored: Any,
-) -> Row:
-    """One of the plans; programs are captured once for a size of the microbatch."""
-    from pfeife.commands.programs import program_of
-    from pfeife.forecasting import forecast
-
-    if isinstance(question, Row):
-        return question
-    count, batch = choices["microbatches"], choices["batch"]
-    # What a program depends on among the choices: the rows of a microbatch (one, unless a batch is
-    # given) and their tokens. Machine, schedule and all others are decided on the same capture.
-    microbatch_size = batch / count if batch else 1.0, choices["sequence"]
-    try:
-        if microbatch_size not in programs:
-            plan_options = argparse.Namespace(**{**vars(options), **choices})
-            programs[microbatch_size] = program_of(plan_options, count, stored).program
-        figures = forecast(programs[microbatch_size], **question).forecast
-    except ValueError as error:
-        return Row(choices, refused=" ".join(str(error).split()))
+        return Row(choices, refused=in_a_line(error))
     return Row(
         choices,
         figures.step_seconds,
@@ -174,6 +141,7 @@ def _table(rows: Sequence[Row]) -> str:
     from pfeife.report import table
 
     good = [row for row in rows if not row.refused]
+    # A column that says the same in every row would only make the table wide.
     several = [axis for axis in _MORE if len({row.choices[axis] for row in rows}) > 1]
     axes = (*_AXES, *several)
     fastest = min(good, key=lambda row: row.step_seconds, default=None)
@@ -194,6 +162,7 @@ def _table(rows: Sequence[Row]) -> str:
     head = (*axes, "step", "rate/s", "a rank", "MFU", "bubble", "peak", "best")
     text = table(shown, head) if shown else "none of them can be planned"
     refused = [
+        # What to do instead is longer than a column, and depends on the one plan.
         (*(_shown(row.choices[axis]) for axis in axes), row.refused.partition("; use ")[0])
         for row in rows
         if row.refused
@@ -216,6 +185,7 @@ def _json(rows: Sequence[Row]) -> str:
 
 def _csv(rows: Sequence[Row]) -> str:
     text = io.StringIO()
+    # All rows have the same fields, those that are refused zeros.
     writer = csv.DictWriter(text, list(_flat(rows[0])), lineterminator="\n")
     writer.writeheader()
     writer.writerows(_flat(row) for row in rows)

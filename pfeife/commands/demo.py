@@ -27,9 +27,10 @@ def run(options: argparse.Namespace) -> str:
     from torch import nn
 
     from pfeife.backend.step import compile as compiled_step
-    from pfeife.commands.plan import writable
+    from pfeife.commands.answers import writable
 
     writable(options.html)
+    # The same losses on every machine with the same torch.
     torch.manual_seed(0)
 
     def model() -> nn.Module:
@@ -66,6 +67,7 @@ def run(options: argparse.Namespace) -> str:
         same += torch.equal(loss.detach(), expected)
     if options.html:
         step.report(options.html, inputs, targets)
+    # One, since all calls have the same shapes.
     (built,) = step.backend.compiled
     return _text(built, losses, same)
 

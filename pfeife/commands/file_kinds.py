@@ -29,42 +29,49 @@ _FIELDS: dict[type, set[str]] = {
 def read(path: str) -> Any:
     """What a file has: one of these classes, or "trace" with its events, or a dictionary of JSON
     that is none of them. Raises ValueError for what cannot be read."""
-    place = Path(path)
-    try:
-        text = files.read_text(place, plain.LARGEST_FILE)
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
+    # A schedule's CSV is the only one that is no JSON.
+    text = _text(path)
     if not text.lstrip().startswith(("{", "[")):
         try:
             return schedule_of(path)
         except ValueError as error:
-            if place.suffix == ".csv":
+            if Path(path).suffix == ".csv":
                 raise
             raise ValueError(
                 f"{path}: no file that pfeife or torch has written; it is neither JSON nor the "
                 f"CSV of a schedule ({str(error).removeprefix(f'{path}: ')})"
             ) from None
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: this is not JSON: {error}") from None
+    data = json_of(path)
     fields = set(data) if isinstance(data, dict) else set()
     for kind, needed in _FIELDS.items():
         if needed <= fields:
-            return plain.load(kind, place)
+            return plain.load(kind, path)
     # All fields of a network have defaults, so a file may have any of them, but no others.
     if fields & {"links", "nodes"} and fields <= {"links", "nodes", "across", "sha256"}:
-        return plain.load(Network, place)
+        return plain.load(Network, path)
     return data
+
+
+def json_of(path: str) -> Any:
+    """What a file of JSON has. Raises ValueError for another file."""
+    text = _text(path)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: this is not JSON: {error}") from None
 
 
 def schedule_of(path: str) -> Schedule:
     """The schedule of a CSV, ours or torch's. Raises ValueError for another file."""
-    try:
-        text = files.read_text(Path(path), plain.LARGEST_FILE)
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
+    text = _text(path)
     try:
         return Schedule.from_csv(text)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def _text(path: str) -> str:
+    try:
+        return files.read_text(Path(path), plain.LARGEST_FILE)
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None

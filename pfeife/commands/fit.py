@@ -2,13 +2,15 @@
 
 import argparse
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import attrs
 
+from pfeife.commands.answers import in_a_line
 from pfeife.commands.arguments import count, plan_arguments, step_arguments
 
 if TYPE_CHECKING:
+    from pfeife.commands.programs import Captures
     from pfeife.data.forecast import Forecast
 
 HELP = "how few ranks hold a training step, and how large a batch and sequence fit"
@@ -25,12 +27,16 @@ the --ranks that you have do not hold it as one pipeline, they are tried as seve
 _PER_RANK = 4  # microbatches for each rank, unless they are said
 
 
+Attempt = Callable[[int], "Forecast | str"]  # a plan's forecast, or why memory refuses it
+
+
 @attrs.frozen
 class Fits:
-    """What fits, in words, and its forecast."""
+    """What fits, in words, its forecast, and what keeps more from fitting, if that was met."""
 
     what: str
     forecast: "Forecast"
+    limit: str
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,138 +51,129 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> str:
     """A line for the fewest ranks, the largest microbatch and the longest sequence."""
-    from pfeife.commands.programs import saved, with_precision
+    from pfeife.commands.programs import changed, opened
     from pfeife.report import table
 
-    stored = saved(options.what)
-    options = with_precision(options, stored)
-    options = _with(options, recompute=options.recompute or "auto")
-    planned = _Planned(stored)
+    options, captures = opened(options)
+    options = changed(options, recompute=options.recompute or "auto")
+
+    def planned(**more: int) -> "Forecast | str":
+        return _planned(changed(options, **more), captures)
+
+    # The fewest ranks first, or what the ranks there are can hold: all else is doubled from there.
     if options.ranks is None:
-        ranks, first = _fewest(lambda n: planned(_with(options, ranks=n)), options.most)
-        options = _with(options, ranks=ranks)
+        ranks, first, limit = _fewest(lambda n: planned(ranks=n), options.most)
+        options = changed(options, ranks=ranks)
         words = f"{ranks} ranks, the fewest"
     else:
-        options, first = _in_pipelines(options, planned)
-        several = f" in {options.replicas} pipelines" if options.replicas > 1 else ""
+        replicas, first, limit = _in_pipelines(lambda n: planned(replicas=n), options)
+        options = changed(options, replicas=replicas)
+        several = f" in {replicas} pipelines" if replicas > 1 else ""
         words = f"{options.ranks} ranks{several}"
-    answers = [Fits(words, first)]
+    answers = [Fits(words, first, limit)]
     # A saved program has its rows and tokens for good. Any other is doubled from what `first` is
     # for: one row a microbatch, where no batch is given, and the tokens of its rows.
-    if stored is None and options.batch is None:
+    if captures.stored is None and options.batch is None:
         microbatches = options.microbatches or _PER_RANK * options.ranks
-        rows, most = _doubled(
-            lambda n: planned(_with(options, batch=n * microbatches)), 1, first, options.most
+        rows, largest, limit = _doubled(
+            lambda n: planned(batch=n * microbatches), 1, first, options.most
         )
-        answers.append(Fits(f"{rows} rows a microbatch, the most", most))
-    if stored is None and first.tokens:
+        answers.append(Fits(f"{rows} rows a microbatch, the most", largest, limit))
+    if captures.stored is None and first.tokens:
         start, end = first.tokens // first.samples, 1024 * options.most
-        tokens, most = _doubled(lambda n: planned(_with(options, sequence=n)), start, first, end)
-        answers.append(Fits(f"{tokens} tokens a row, the most", most))
-    head = (
-        "fits",
-        "rows",
-        "step",
-        "memory",
-        "MFU",
-        "tokens a day" if first.tokens else "rows a day",
-    )
+        tokens, longest, limit = _doubled(lambda n: planned(sequence=n), start, first, end)
+        answers.append(Fits(f"{tokens} tokens a row, the most", longest, limit))
+    unit = "tokens a day" if first.tokens else "rows a day"
+    head = ("fits", "rows", "step", "memory", "MFU", unit)
     rows_of = [_row(answer, options.price) for answer in answers]
     text = table(rows_of, (*head, "cost a billion") if options.price else head)
-    return f"{text}\n\nasked   {options.typed}\nlimit   {planned.reason or 'none was met'}"
+    limits = [answer.limit for answer in answers if answer.limit]
+    return f"{text}\n\nasked   {options.typed}\nlimit   {[*limits, 'none was met'][-1]}"
 
 
-def _in_pipelines(
-    options: argparse.Namespace, planned: "_Planned"
-) -> "tuple[argparse.Namespace, Forecast]":
-    """The options with the fewest pipelines that hold the step, one where its ranks do, and its
-    forecast. Raises ValueError if none do."""
+def _planned(options: argparse.Namespace, captures: "Captures") -> "Forecast | str":
+    """The forecast that options ask for, or the reason where memory refuses it."""
+    from pfeife.commands.plan import answered, question_of
+    from pfeife.commands.programs import changed
+    from pfeife.sched.cutting.memory_limit import OutOfMemory
+
+    options = changed(options, microbatches=options.microbatches or _PER_RANK * options.ranks)
+    # What is wrong with the question is said before a capture that takes a minute.
+    question = question_of(options)
+    program = captures.of(options).program
+    try:
+        return answered(program, question).forecast
+    except OutOfMemory as error:
+        return in_a_line(error)
+
+
+def _in_pipelines(attempt: Attempt, options: argparse.Namespace) -> "tuple[int, Forecast, str]":
+    """The fewest pipelines that hold the step, one where its ranks do, with its forecast and the
+    last reason why fewer do not. Raises ValueError if none do."""
     from pfeife.sched.cutting.memory_limit import TooManyStages
 
+    # A pipeline alone is tried first: with more of them each has fewer ranks for the same model.
     counts = [n for n in _doubles(1, options.ranks) if options.ranks % n == 0]
-    reason = ""  # that of the fewest pipelines, which need least
+    reason, last = "", ""  # of the fewest pipelines, which need least; and of the most
     for replicas in counts if options.replicas == 1 else [options.replicas]:
-        candidate = _with(options, replicas=replicas)
         try:
-            forecast = planned(candidate)
+            forecast = attempt(replicas)
         except TooManyStages as error:  # with more pipelines each has fewer ranks, so go on
             reason = reason or str(error)
             continue
-        if forecast:
-            return candidate, forecast
-        reason = reason or planned.reason
+        if not isinstance(forecast, str):
+            return replicas, forecast, last
+        reason, last = reason or forecast, forecast
     raise ValueError(f"{options.what} does not fit on {options.ranks} ranks: {reason}")
 
 
-class _Planned:
-    """Forecasts of a step; None for one that memory refuses, whose `reason` is the last."""
-
-    def __init__(self, stored: Any):
-        self.stored, self.reason = stored, ""
-        self.programs: dict[Any, Any] = {}
-
-    def __call__(self, options: argparse.Namespace) -> "Forecast | None":
-        from pfeife.commands.plan import answered, question_of
-        from pfeife.commands.programs import program_of
-        from pfeife.sched.cutting.memory_limit import OutOfMemory
-
-        microbatches = options.microbatches or _PER_RANK * options.ranks
-        options = _with(options, microbatches=microbatches)
-        # A capture depends on the rows of a microbatch and their tokens alone.
-        key = (options.batch or microbatches) / microbatches, options.sequence
-        if key not in self.programs:
-            self.programs[key] = program_of(options, microbatches, self.stored).program
-        try:
-            return answered(self.programs[key], question_of(options)).forecast
-        except OutOfMemory as error:
-            self.reason = " ".join(str(error).split())
-            return None
-
-
-def _with(options: argparse.Namespace, **more: Any) -> argparse.Namespace:
-    return argparse.Namespace(**{**vars(options), **more})
-
-
-def _fewest(fits: Callable[[int], "Forecast | None"], most: int) -> "tuple[int, Forecast]":
-    """The fewest ranks that hold a step, with its forecast: doubled until they do, and then
-    between. Raises ValueError if the most do not."""
+def _fewest(attempt: Attempt, most: int) -> "tuple[int, Forecast, str]":
+    """The fewest ranks that hold a step, with its forecast and the last reason why fewer do not:
+    doubled until they do, and then between. Raises ValueError if the most do not."""
     from pfeife.sched.cutting.memory_limit import TooManyStages
 
-    high, best = 0, None
+    high, best, reason = 0, None, ""
+    # Twice as many until they do, and then half of what is left between:
+    #
+    #     ranks     1    2    4    8    16        8 .. 16: 12, then 10 or 14, ...
+    #     fit it    no   no   no   no   yes       low      high
     for ranks in _doubles(1, most):
         try:
-            best = fits(ranks)
+            forecast = attempt(ranks)
         except TooManyStages as error:
             raise ValueError(
                 f"it does not fit on {ranks // 2} ranks, and cannot be cut for more: {error}; take "
                 "fewer rows or tokens a microbatch"
             ) from error
-        if best:
-            high = ranks
+        if not isinstance(forecast, str):
+            high, best = ranks, forecast
             break
+        reason = forecast
     if best is None:
         raise ValueError(f"it does not fit on {most} ranks (--most)")
     low = high // 2  # from here on `high` ranks hold it and `low` ranks do not
     while high - low > 1:
         middle = (low + high) // 2
-        forecast = fits(middle)
-        if forecast:
-            high, best = middle, forecast
+        forecast = attempt(middle)
+        if isinstance(forecast, str):
+            low, reason = middle, forecast
         else:
-            low = middle
-    return high, best
+            high, best = middle, forecast
+    return high, best, reason
 
 
 def _doubled(
-    fits: Callable[[int], "Forecast | None"], number: int, forecast: "Forecast", most: int
-) -> "tuple[int, Forecast]":
-    """The largest double of a number that fits, itself if no other, with its forecast."""
+    attempt: Attempt, number: int, forecast: "Forecast", most: int
+) -> "tuple[int, Forecast, str]":
+    """The largest double of a number that fits, itself if no other, with its forecast and the
+    reason why the next one does not."""
     for double in _doubles(2 * number, most):
-        more = fits(double)
-        if more is None:
-            break
-        number, forecast = double, more
-    return number, forecast
+        larger = attempt(double)
+        # More rows or tokens need more: what comes after the first that does not fit cannot.
+        if isinstance(larger, str):
+            return number, forecast, larger
+        number, forecast = double, larger
+    return number, forecast, ""
 
 
 def _doubles(start: int, most: int) -> Iterator[int]:
@@ -201,5 +198,6 @@ def _row(answer: Fits, price: float | None) -> tuple:
     )
     if not price:
         return words
+    # Of all ranks, for 1e9 tokens or rows.
     cost = price * forecast.world * 1e9 / rate / 3600 if rate else 0.0
     return (*words, f"{cost:.4g}")

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from pfeife.commands.batches import Wanted, batch_of
-from pfeife.data import files, plain
+from pfeife.commands.file_kinds import json_of
 
 LIBRARIES = ("transformers", "diffusers")
 
@@ -42,6 +42,7 @@ def asked(wanted: Wanted, *, real: bool = False) -> ModelRequest:
     `real`. Raises ValueError if there is no such step."""
     if wanted.what.endswith(".json"):
         return _of_model(_from_file(wanted), wanted, real)
+    # A class may be called too: it is a model or a configuration, and not a function of a step.
     target = _named(wanted.what)
     if isinstance(target, type):
         return _of_model(_from_class(target, wanted), wanted, real)
@@ -86,6 +87,7 @@ def _module(place: str) -> Any:
             sys.modules[name] = module  # before it runs: dataclasses look it up there
             spec.loader.exec_module(module)
             return module
+        # A console script has its own folder on the path, where Python has the current one.
         if "" not in sys.path:
             sys.path.insert(0, "")
         return importlib.import_module(place)
@@ -130,6 +132,7 @@ def _from_function(function: Callable[..., Any], wanted: Wanted, real: bool) -> 
             f"{name} returned {type(returned).__name__}: it must return the step and its batch, "
             "`return step, batch` or `return step, inputs, targets`"
         )
+    # Both `return step, batch` and `return step, inputs, targets` are usual.
     step, *batch = returned
     if len(batch) == 1 and isinstance(batch[0], tuple):
         batch = list(batch[0])
@@ -139,6 +142,7 @@ def _from_function(function: Callable[..., Any], wanted: Wanted, real: bool) -> 
 @contextlib.contextmanager
 def _default(dtype: torch.dtype) -> Iterator[None]:
     """While modules are made with parameters of a type."""
+    # Parameters made in the type need no second copy in another one.
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -152,13 +156,8 @@ Make = Callable[[], nn.Module]
 
 def _from_file(wanted: Wanted) -> tuple[str, Make]:
     """The model of a config.json, of a class of transformers or diffusers that it names."""
-    try:
-        text = files.read_text(Path(wanted.what), plain.LARGEST_FILE)
-        data = json.loads(text)
-    except OSError as error:
-        raise ValueError(f"{wanted.what}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{wanted.what}: this is not JSON: {error}") from None
+    # Three kinds of files: diffusers names its class, transformers the class or the kind of model.
+    data = json_of(wanted.what)
     if not isinstance(data, dict):
         raise ValueError(f"{wanted.what}: a configuration is an object, this is a list or a number")
     if isinstance(data.get("_class_name"), str):
@@ -277,6 +276,7 @@ def _of_model(made: tuple[str, Make], wanted: Wanted, real: bool) -> ModelReques
 
     def step(**microbatch: Any) -> Any:
         output = model(**microbatch, **constants)
+        # A model that was given no labels has no loss; a plan needs some number to differentiate.
         loss = getattr(output, "loss", None)
         if loss is None:
             first = next(v for v in _tensors(output) if v.is_floating_point())

@@ -1,16 +1,15 @@
 """`pfeife plan`: a plan for machines that need not be there, and all its figures."""
 
 import argparse
-import shutil
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from pfeife.commands.answers import deliver, terminal, writable, write
 from pfeife.commands.arguments import PRECISIONS, number_or_text, plan_arguments, step_arguments
 
 if TYPE_CHECKING:
-    from pfeife.forecasting import Outlook
+    from pfeife.forecasting import Outlook, Question
 
 HELP = "plan a training step for machines, and say what it will take"
 EXAMPLES = """\
@@ -54,38 +53,35 @@ def run(options: argparse.Namespace) -> str:
     from pfeife import report
     from pfeife.commands import programs
     from pfeife.data import plain
-    from pfeife.forecasting import Question
 
-    stored = programs.saved(options.what)
-    options = programs.with_precision(options, stored)
-    question = question_of(options)
-    Question(**question)  # what is wrong is said before a capture that takes a minute
-    captured = programs.program_of(options, options.microbatches, stored)
+    options, captures = programs.opened(options)
+    question = question_of(options)  # what is wrong is said before a capture that takes a minute
+    captured = captures.of(options)
     words = programs.words_of(options, captured.program)
     if options.save_program:
         programs.save(captured.program, options.save_program, words)
     outlook = answered(captured.program, question)
-    outlook = attrs.evolve(outlook, forecast=attrs.evolve(outlook.forecast, asked=words))
+    # All that is written says what was asked for, so that a file can be told from another.
+    forecast = attrs.evolve(outlook.forecast, asked=words)
+    outlook = attrs.evolve(outlook, forecast=forecast)
     if options.out:
         plain.save(outlook.plan, options.out)
     if options.trace:
         write(options.trace, report.chrome_trace(outlook.run))
     if options.html:
         write(options.html, page(outlook, options.what))
-    data = plain.to_json(outlook.forecast)
-    rows = report.forecast_csv(outlook.forecast)
-    if options.json not in (None, "-"):
-        plain.save(outlook.forecast, options.json)
-    if options.csv not in (None, "-"):
-        write(options.csv, rows)
-    if "-" in (options.json, options.csv):
-        return data if options.json == "-" else rows.rstrip("\n")
-    text = report.forecast_table(outlook.forecast, terminal())
     notes = [captured.note] if captured.note else []
     if options.optimizer is None:
         notes.append("memory is without an optimizer's state; --optimizer AdamW counts it")
     notes += _in_float32(outlook, options.precision)
-    return "\n".join([text, *(f"note    {note}" for note in notes)])
+    table = report.forecast_table(forecast, terminal())
+    return deliver(
+        options,
+        data=plain.to_json(forecast),
+        rows=report.forecast_csv(forecast),
+        text="\n".join([table, *(f"note    {note}" for note in notes)]),
+        save=lambda path: plain.save(forecast, path),
+    )
 
 
 def _in_float32(outlook: "Outlook", precision: str) -> list[str]:
@@ -105,24 +101,26 @@ def _in_float32(outlook: "Outlook", precision: str) -> list[str]:
     ]
 
 
-def question_of(options: argparse.Namespace) -> dict[str, Any]:
-    """The fields of a `Question` that options say."""
-    return {
-        "machine": options.machine,
-        "ranks": options.ranks,
-        "network": network_of(options, options.ranks),
-        "microbatches": options.microbatches,
-        "replicas": options.replicas,
-        "schedule": _schedule(options.schedule),
-        "stages": options.stages,
-        "memory_limit": options.memory,
-        "recompute": number_or_text(options.recompute),
-        "optimizer": number_or_text(options.optimizer),
-        "data_parallel": options.data_parallel,
-        "cut_at": options.cut_at,
-        "search_seconds": options.search_seconds,
-        "master": PRECISIONS[options.precision][1],
-    }
+def question_of(options: argparse.Namespace) -> "Question":
+    """What options ask for. Raises ValueError for what there is not."""
+    from pfeife.forecasting import Question
+
+    return Question(
+        machine=options.machine,
+        ranks=options.ranks,
+        network=network_of(options, options.ranks),
+        microbatches=options.microbatches,
+        replicas=options.replicas,
+        schedule=_schedule(options.schedule),
+        stages=options.stages,
+        memory_limit=options.memory,
+        recompute=number_or_text(options.recompute),
+        optimizer=number_or_text(options.optimizer),
+        data_parallel=options.data_parallel,
+        cut_at=options.cut_at,
+        search_seconds=options.search_seconds,
+        master=PRECISIONS[options.precision][1],
+    )
 
 
 def network_of(options: argparse.Namespace, ranks: int) -> Any:
@@ -149,6 +147,7 @@ def network_of(options: argparse.Namespace, ranks: int) -> Any:
             "--nodes: say what joins the ranks of a node with --inside, such as nvlink4, and the "
             "nodes with --between, such as ib-ndr (`pfeife machines` lists them)"
         )
+    # The links between pipelines of several replicas are these too: ranks are those of all.
     ranks_per_node = ranks // options.nodes
     return Network.of(
         nodes=options.nodes,
@@ -164,6 +163,7 @@ def page(outlook: "Outlook", title: str) -> str:
 
     forecast = outlook.forecast
     lines = report.forecast_summary(forecast).splitlines()
+    # What the page draws or has as a figure is left out of its notes.
     shown = ("plan", "network", "cuts", "step", "MFU", "advice")
     words = (line.split(maxsplit=1) for line in lines)
     notes = (f"{word[:1].upper() + word[1:]}: {text}" for word, text in words if word in shown)
@@ -182,31 +182,12 @@ def _schedule(name: str) -> Any:
     return schedule_of(name)
 
 
-def answered(program: Any, question: dict[str, Any]) -> "Outlook":
+def answered(program: Any, question: "Question") -> "Outlook":
     """The outlook of a program, with a bar while it is planned."""
     import logging
 
     from pfeife.data.progress import shown
-    from pfeife.forecasting import forecast
+    from pfeife.forecasting import answer
 
     with shown(logging.getLogger("pfeife")).phase("planning") as phase:
-        return forecast(program, progress=phase.progress, **question)
-
-
-def terminal() -> int:
-    """How wide a table may be: the terminal, COLUMNS, or 100 letters where neither is known."""
-    return shutil.get_terminal_size((100, 24)).columns
-
-
-def writable(*paths: str | None) -> None:
-    """Raises ValueError for a file in a folder that is not there, before minutes of work."""
-    for path in paths:
-        if path and path != "-" and not Path(path).absolute().parent.is_dir():
-            raise ValueError(f"{path}: there is no such folder")
-
-
-def write(path: str, text: str) -> None:
-    """Writes a text at once."""
-    from pfeife.data import files
-
-    files.write_text(Path(path), text)
+        return answer(program, question, phase.progress)

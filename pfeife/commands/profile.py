@@ -31,12 +31,12 @@ def run(options: argparse.Namespace) -> str:
     from pfeife import report
     from pfeife.backend.reporting import measured, page_of
     from pfeife.backend.step import compile as compiled_step
+    from pfeife.commands.answers import writable, write
     from pfeife.commands.models import asked
-    from pfeife.commands.plan import writable, write
     from pfeife.commands.programs import wanted_of
 
     writable(options.html)
-    request = asked(wanted_of(options, options.microbatches), real=True)
+    request = asked(wanted_of(options), real=True)
     step = compiled_step(
         request.step,
         microbatches=options.microbatches,
@@ -45,6 +45,7 @@ def run(options: argparse.Namespace) -> str:
         costs=options.costs,
     )
     measurement = measured(step.backend, lambda a, k: step(*a, **k), request.args, request.kwargs)
+    # Predicted is what was compiled and run, not what a plan for other shapes would be.
     target = measurement.compiled.target
     assert target is not None
     predicted = report.expected(measurement.compiled.program, measurement.compiled.schedule, target)

@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import attrs
 import torch
@@ -17,7 +18,7 @@ from pfeife.commands.arguments import PRECISIONS
 from pfeife.commands.batches import Wanted
 from pfeife.commands.models import ModelRequest, asked
 from pfeife.data import files, plain
-from pfeife.data.progress import Shown, shown
+from pfeife.data.progress import shown
 from pfeife.forecasting import flat_program
 from pfeife.frontend.batch import Cutter, Indivisible
 from pfeife.frontend.cache import capture_cache
@@ -42,6 +43,7 @@ def saved(what: str) -> StoredProgram | None:
     """The saved program of a path, None if it is that of something else."""
     if not what.endswith(".json") or not Path(what).is_file():
         return None
+    # A config.json is JSON as well, and so its fields decide.
     text = files.read_text(Path(what), plain.LARGEST_FILE)
     try:
         data = json.loads(text)
@@ -52,20 +54,45 @@ def saved(what: str) -> StoredProgram | None:
     return plain.load(StoredProgram, what)
 
 
-def with_precision(options: argparse.Namespace, stored: StoredProgram | None) -> argparse.Namespace:
-    """The options with the precision that was asked for, or else that of a saved program. Raises
-    ValueError for a saved one that is none."""
+@attrs.frozen(eq=False)
+class Captures:
+    """The flat programs that a command plans: the saved one, or one for each size of a
+    microbatch."""
+
+    stored: StoredProgram | None
+    by_size: dict[tuple[float, int | None], CapturedModel] = attrs.field(factory=dict)
+
+    def of(self, options: argparse.Namespace) -> CapturedModel:
+        """The program of a microbatch that options ask for. Raises ValueError if there is none."""
+        # A capture depends on the rows of a microbatch (one, unless a batch is given) and on their
+        # tokens. Machine, schedule and all others are decided on the same one.
+        size = (options.batch or options.microbatches) / options.microbatches, options.sequence
+        if size not in self.by_size:
+            self.by_size[size] = _checked(options, self.stored)
+        return self.by_size[size]
+
+
+def opened(options: argparse.Namespace) -> tuple[argparse.Namespace, Captures]:
+    """The options with the precision that was asked for, or else that of a saved program, and where
+    programs come from. Raises ValueError for a precision that there is not."""
+    stored = saved(options.what)
     precision = stored.asked.get("precision", "fp32") if stored else "fp32"
     if precision not in PRECISIONS:
         raise ValueError(
             f"{options.what}: it says the precision {precision[:80]!r}, which there is not"
         )
-    return argparse.Namespace(**{**vars(options), "precision": options.precision or precision})
+    return changed(options, precision=options.precision or precision), Captures(stored)
+
+
+def changed(options: argparse.Namespace, **more: Any) -> argparse.Namespace:
+    """The same options but for some."""
+    return argparse.Namespace(**{**vars(options), **more})
 
 
 def words_of(options: argparse.Namespace, program: Program) -> dict[str, str]:
     """What was asked for, by names, and the command that asks so."""
     rows, tokens = rows_and_tokens(program)
+    # Unless a batch was asked for, it is what the program has: a saved one may have any rows.
     batch = options.batch or rows * options.microbatches
     words = {
         "precision": options.precision,
@@ -79,10 +106,10 @@ def words_of(options: argparse.Namespace, program: Program) -> dict[str, str]:
     return {name: str(word) for name, word in words.items() if word != ""}
 
 
-def wanted_of(options: argparse.Namespace, microbatches: int) -> Wanted:
+def wanted_of(options: argparse.Namespace) -> Wanted:
     """What the options of a step say."""
     dtype = getattr(torch, PRECISIONS[options.precision or "fp32"][0])
-    rows = options.batch or microbatches
+    rows = options.batch or options.microbatches
     settings, inputs = dict(options.settings), dict(options.inputs)
     return Wanted(options.what, settings, rows, options.batch, options.sequence, inputs, dtype)
 
@@ -96,16 +123,10 @@ def folder_of(options: argparse.Namespace) -> Path | None:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pfeife"
 
 
-def program_of(
-    options: argparse.Namespace,
-    microbatches: int,
-    stored: StoredProgram | None,
-    show: Shown | None = None,
-) -> CapturedModel:
-    """The program of a microbatch of the step, or the saved one. Raises ValueError if there is
-    none."""
-    captured = _found(options, microbatches, stored, show or shown(log))
-    dtype = str(wanted_of(options, microbatches).dtype).removeprefix("torch.")
+def _checked(options: argparse.Namespace, stored: StoredProgram | None) -> CapturedModel:
+    """A program whose parameters have the precision that was asked for."""
+    captured = _found(options, stored)
+    dtype = str(wanted_of(options).dtype).removeprefix("torch.")
     ports = captured.program.ports(Role.PARAMETER)
     dtypes = sorted({str(port.dtype).removeprefix("torch.") for port in ports})
     # float32 may be nobody's wish: it is what there is without the option. And one parameter of the
@@ -119,16 +140,16 @@ def program_of(
     return captured
 
 
-def _found(
-    options: argparse.Namespace, microbatches: int, stored: StoredProgram | None, show: Shown
-) -> CapturedModel:
+def _found(options: argparse.Namespace, stored: StoredProgram | None) -> CapturedModel:
     if stored is not None:
         return CapturedModel(_meant(restore(stored)))
-    with show.phase("making the model"):
-        request = asked(wanted_of(options, microbatches))
-    with show.phase("capturing"), warnings.catch_warnings():
+    with shown(log).phase("making the model"):
+        request = asked(wanted_of(options))
+    with shown(log).phase("capturing"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Dynamo, about the insides of libraries
-        return CapturedModel(_captured(request, microbatches, folder_of(options)), request.note)
+        return CapturedModel(
+            _captured(request, options.microbatches, folder_of(options)), request.note
+        )
 
 
 def save(program: Program, path: str, words: Mapping[str, str]) -> None:
@@ -147,6 +168,7 @@ def _meant(program: Program) -> Program:
 
 def _bare(program: Program) -> Program:
     """A program as it is before anybody has said how its microbatches are put together."""
+    # Reductions are asked again where it is restored: another step may join its losses otherwise.
     outputs = (attrs.evolve(port, reduction=None, counts=()) for port in program.outputs)
     return attrs.evolve(program, outputs=tuple(outputs), counts=(), premises=())
 

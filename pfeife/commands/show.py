@@ -82,7 +82,7 @@ def _schedule(schedule: Any, width: int) -> str:
 
 
 def _forecast(forecast: Any, width: int) -> str:
-    from pfeife.commands.plan import terminal
+    from pfeife.commands.answers import terminal
     from pfeife.report import forecast_table
 
     return f"a forecast\n{forecast_table(forecast, terminal())}"
@@ -124,6 +124,7 @@ def _costs(costs: Any, width: int) -> str:
 def _program(stored: Any, width: int) -> str:
     from pfeife.report import table
 
+    # The operations of which there are most say which model it is.
     kinds = Counter(node.target for node in stored.nodes if node.op == "call_function")
     ports = Counter(port.role.value for port in (*stored.inputs, *stored.outputs))
     counts = ", ".join(f"{count} x {role}" for role, count in ports.items())

@@ -33,7 +33,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> str:
     """The drawing of a timeline, and what it comes to."""
     from pfeife import report
-    from pfeife.commands.plan import writable, write
+    from pfeife.commands.answers import writable, write
     from pfeife.lowering.critical import critical_path
     from pfeife.lowering.lower import chain, insert_actions
     from pfeife.lowering.simulate import simulate
@@ -68,6 +68,7 @@ def _schedule(options: argparse.Namespace) -> tuple[Any, tuple[float, ...] | Non
     from pfeife.data.schedule import Schedule
     from pfeife.sched.families.policies import POLICIES, policy
 
+    # A family needs numbers; a plan or a schedule has them.
     if options.what in POLICIES:
         if not options.stages or not options.microbatches:
             raise ValueError(f"{options.what}: say how many --stages and --microbatches")
