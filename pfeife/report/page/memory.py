@@ -37,7 +37,10 @@ class _Row:
         """Where so many bytes are drawn; rows go down the page, so more bytes are a smaller
         number."""
         high = max(self.peak, self.limit or 0) if self.is_near else self.peak
-        # A third of a row above and below its middle: the last third parts it from the next.
+        # A third of a row above and below its middle; the last third parts it from the next.
+        #
+        #     at - 0.33         __      the peak, or a limit that is near
+        #     at + 0.33   _____/  \____   what the rank holds all the time
         return round(self.at + 0.33 - 0.66 * (count - self.low) / max(high - self.low, 1), 5)
 
 

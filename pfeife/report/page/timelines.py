@@ -101,6 +101,11 @@ def _bubbles(sides: Sides) -> dict[int, str]:
 
 def _places(count: int) -> list[tuple[float, float]]:
     """The middle of each side in a row, and half of its height."""
+    # Rows are 1 apart, and y goes down the page:
+    #
+    #     row 0 - 0.22   [ F0 ][ F1 ]   predicted
+    #     row 0 + 0.22   [ F0 ][ F1 ]   measured
+    #     row 1 - 0.22         [ F0 ]   predicted
     return [(0.0, 0.42)] if count == 1 else [(-0.22, 0.2), (0.22, 0.2)]
 
 
