@@ -1,4 +1,4 @@
-"""Rules for numbers, for functions of elements, and for sums over dimensions."""
+"""Rules for numbers and for functions of elements."""
 
 import math
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from pfeife.frontend.rows.value import (
 
 def fixed(operation: RowOperation) -> Rows:
     """What is the same in every microbatch; the numbers in it, and its sizes, may count rows."""
-    maybe = frozenset().union(*(rows.maybe for _, rows in operation.operands()))
+    maybe = operation.maybe
     return Rows(maybe=maybe | sizes(operation.shape, operation.rows)) if maybe else FIXED
 
 
@@ -77,10 +77,7 @@ def _grown(shape: Sequence[int], twice: Sequence[int]) -> int | None:
 
 def pointwise(operation: RowOperation) -> Rows:
     """Any function of the elements: of rows it has rows; of sums or means nothing is known."""
-    rows = aligned(operation)
-    if rows.dim is None or rows.power:
-        raise Stuck
-    return attrs.evolve(rows, maybe=frozenset())
+    return attrs.evolve(chosen(operation), maybe=frozenset())
 
 
 def aligned(operation: RowOperation) -> Rows:
@@ -181,8 +178,7 @@ def chosen(operation: RowOperation) -> Rows:
     rows = aligned(operation)
     if rows.dim is None or rows.power:
         raise Stuck
-    maybe = [operand.maybe for _, operand in operation.operands()]
-    return attrs.evolve(rows, maybe=frozenset().union(*maybe))
+    return attrs.evolve(rows, maybe=operation.maybe)
 
 
 def put(operation: RowOperation) -> Rows:
@@ -212,75 +208,3 @@ def add(operation: RowOperation) -> Rows:
     if isinstance(tiny, int | float) and 0 < tiny <= 1e-3 and left.power == 1 and left.varies:
         return left
     return sum_of(operation)
-
-
-def dims_of(operation: RowOperation, rank: int) -> set[int]:
-    """The dimensions in an operation's `dim`, counted from the front; all if there are none."""
-    dims = operation.arguments.get("dim")
-    if dims is None or dims == []:
-        return set(range(rank))
-    return {d % max(rank, 1) for d in (dims if isinstance(dims, list | tuple) else [dims])}
-
-
-def over_dims(operation: RowOperation) -> tuple[Rows, set[int], bool]:
-    """The rows of what is reduced, over which dimensions, and whether that of the rows is among
-    them."""
-    (node, rows), *_ = operation.operands()
-    dims = dims_of(operation, len(shape_of(node)))
-    return rows, dims, rows.dim in dims
-
-
-def _kept(operation: RowOperation, rows: Rows, dims: set[int]) -> Rows:
-    """Rows after other dimensions have been reduced."""
-    assert rows.dim is not None
-    if operation.arguments.get("keepdim"):
-        return rows
-    return attrs.evolve(rows, dim=rows.dim - sum(d < rows.dim for d in dims))
-
-
-def summed(operation: RowOperation) -> Rows:
-    """A sum over dimensions, which over that of the rows grows with them."""
-    rows, dims, over = over_dims(operation)
-    if rows.dim is None:
-        return rows
-    if not over:
-        return _kept(operation, rows, dims)
-    return Rows(rows.varies, power=rows.power + 1, maybe=rows.maybe)
-
-
-def averaged(operation: RowOperation) -> Rows:
-    """A mean over dimensions, which over that of the rows is one over all rows."""
-    rows, dims, over = over_dims(operation)
-    if rows.dim is None:
-        return rows
-    if not over:
-        return _kept(operation, rows, dims)
-    return Rows(rows.varies, power=rows.power, maybe=rows.maybe, plain=True)
-
-
-def reduced(operation: RowOperation) -> Rows:
-    """Any reduction over other dimensions than that of the rows."""
-    rows, dims, over = over_dims(operation)
-    if rows.dim is None or over or rows.power:
-        raise Stuck
-    return attrs.evolve(_kept(operation, rows, dims), maybe=frozenset())
-
-
-def along(operation: RowOperation) -> Rows:
-    """Along a dimension that is not that of the rows: softmax, cumsum, sort, flip."""
-    rows, _, over = over_dims(operation)
-    if rows.dim is None or over or rows.power:
-        raise Stuck(mixes=over and "softmax" in operation.name)
-    return attrs.evolve(rows, maybe=frozenset())
-
-
-def normalised(operation: RowOperation) -> tuple:
-    """A layer or RMS norm over other dimensions than that of the rows, and its statistics."""
-    rows = operation.of("input")
-    shape = shape_of(operation.arguments["input"])
-    if rows.dim is None or rows.dim >= len(shape) - len(operation.arguments["normalized_shape"]):
-        raise Stuck(mixes=rows.dim is not None)
-    if rows.power or any(moves(parameter) for _, parameter in operation.operands()[1:]):
-        raise Stuck
-    rest = attrs.evolve(rows, maybe=frozenset())
-    return (rest, rest, rest)

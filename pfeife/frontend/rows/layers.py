@@ -5,71 +5,62 @@ from typing import Any
 import attrs
 
 from pfeife.frontend.rows.elements import aligned
-from pfeife.frontend.rows.value import FIXED, RowOperation, Rows, Stuck, moves, shape_of
+from pfeife.frontend.rows.value import FIXED, RowOperation, Rows, Rule, Stuck, moves, shape_of
 
 
-def matrices(operation: RowOperation) -> Rows:
-    """The rows of a product of matrices, a batch of them or not; over the rows it is a sum."""
-    names = {"mat2": ("self", "mat2"), "batch2": ("batch1", "batch2"), "vec": ("self", "vec")}
-    left, right = next(
-        (pair for key, pair in names.items() if key in operation.arguments), ("mat1", "mat2")
-    )
-    if operation.name == "addmm":  # whose `self` is what is added, no factor
-        left, right = "mat1", "mat2"
-    if operation.name == "dot":
-        left, right = "self", "tensor"
-    product = _contracted(operation, left, right)
-    extra = (
-        operation.known[operation.node.args[0]]  # type: ignore[index]
-        if operation.name in ("addmm", "baddbmm")
-        else FIXED
-    )
-    if moves(extra) and (extra.dim, extra.before) != (product.dim, product.before):
-        raise Stuck
-    if operation.name in ("addmm", "baddbmm") and product.power != extra.power:
-        raise Stuck
-    return attrs.evolve(product, maybe=product.maybe | extra.maybe)
+def contracted(left: str, right: str, equation: str, added: str = "") -> Rule:
+    """The rule of a product of two operands, by their names and as torch.einsum has it; a third
+    one may be `added` to it.
 
+        ij,jk->ik    rows in i or in k are rows of the result; in j of both it is a sum over them
+    """
+    operands, result = equation.split("->")
+    left_factors, right_factors = operands.split(",")
+    shared = {*left_factors} & {*right_factors}
 
-def _contracted(operation: RowOperation, left: str, right: str) -> Rows:
-    a, b = operation.of(left), operation.of(right)
-    inner_a, inner_b = (
-        len(shape_of(operation.arguments[left])) - 1,
-        max(0, len(shape_of(operation.arguments[right])) - 2),
-    )
-    maybe = a.maybe | b.maybe
-    # Both have their rows where they are multiplied: the product is a sum over the rows.
-    if a.dim == inner_a and b.dim == inner_b and a.before == b.before:
-        return Rows(True, power=a.power + b.power + 1, maybe=maybe)
-    if a.dim == inner_a or (b.dim == inner_b and b.dim is not None):
-        raise Stuck
-    if a.dim is None and b.dim is None:
-        if a.varies and b.varies:
+    def product(a: Rows, b: Rows) -> Rows:
+        along = _factor(left_factors, a), _factor(right_factors, b)
+        power, maybe = a.power + b.power, a.maybe | b.maybe
+        if along == (None, None):
+            if a.varies and b.varies:
+                raise Stuck
+            return attrs.evolve(a if a.varies else b, power=power, maybe=maybe)
+        if any(factor and factor not in result for factor in along):
+            if along[0] != along[1] or a.before != b.before:
+                raise Stuck
+            return Rows(True, power=power + 1, maybe=maybe)
+        if any(rows.power or (rows.varies and rows.dim is None) for rows in (a, b)):
             raise Stuck
-        main = a if a.varies else b
-        return attrs.evolve(main, power=a.power + b.power, maybe=maybe)
-    if (a.varies and a.dim is None) or (b.varies and b.dim is None) or a.power or b.power:
-        raise Stuck
-    # Rows beside rows must be a batch of products; x @ x.t() has a product for each pair of rows.
-    both = a.dim is not None and b.dim is not None
-    if both and ((a.dim, a.before) != (b.dim, b.before) or a.dim in (inner_a, inner_a - 1)):
-        raise Stuck(mixes=a.dim == inner_a - 1 and b.dim == inner_b + 1)
-    rows = a if a.dim is not None else b
-    return Rows(True, rows.dim, rows.before)
+        # Rows beside rows must be a batch of products; x @ x.t() has a product for each pair.
+        if None not in along and (along[0] != along[1] or a.before != b.before):
+            raise Stuck(mixes=not shared.intersection(along))
+        return Rows(True, result.index(along[0] or along[1]), a.before if along[0] else b.before)
+
+    def rule(operation: RowOperation) -> Rows:
+        rows = product(operation.of(left), operation.of(right))
+        extra = operation.of(added) if added else FIXED
+        if moves(extra) and (extra.dim, extra.before) != (rows.dim, rows.before):
+            raise Stuck
+        if added and rows.power != extra.power:
+            raise Stuck
+        return attrs.evolve(rows, maybe=rows.maybe | extra.maybe)
+
+    return rule
+
+
+def _factor(factors: str, rows: Rows) -> str | None:
+    """Which factor of an operand has the rows."""
+    return None if rows.dim is None else factors[rows.dim]
 
 
 def batch_norm(operation: RowOperation) -> tuple[Rows, ...]:
     """Rows, by convention also where they are normalised by the statistics of their microbatch;
     the statistics count as means."""
     (_, rows), *_ = operation.operands()
-    if rows.dim != 0 or rows.before != 1 or rows.power:
+    factors = [operation.arguments[name] for name in ("weight", "bias")]
+    if any(moves(operation.known[factor]) for factor in factors if factor):
         raise Stuck
-    factors = [
-        operation.known[operation.arguments[name]]
-        for name in ("weight", "bias")
-        if operation.arguments[name]
-    ]
-    if any(moves(factor) for factor in factors):
+    if rows.dim != 0 or rows.before != 1 or rows.power:
         raise Stuck
     return (Rows(True, 0), *[Rows(True, plain=True)] * 5)  # no overload has more results
 
@@ -81,6 +72,17 @@ def batchwise(operation: RowOperation) -> Rows:
     if rows.dim != 0 or rows.before != 1 or rows.power or any(moves(r) for _, r in others):
         raise Stuck(mixes=bool(rows.dim))  # along places or channels
     return Rows(True, 0)
+
+
+def normalised(operation: RowOperation) -> tuple[Rows, ...]:
+    """A layer or RMS norm over other dimensions than that of the rows, and its statistics."""
+    rows = operation.of("input")
+    shape = shape_of(operation.arguments["input"])
+    if rows.dim is None or rows.dim >= len(shape) - len(operation.arguments["normalized_shape"]):
+        raise Stuck(mixes=rows.dim is not None)
+    if rows.power or any(moves(parameter) for _, parameter in operation.operands()[1:]):
+        raise Stuck
+    return (attrs.evolve(rows, maybe=frozenset()),) * 3
 
 
 def attended(operation: RowOperation) -> Rows:
@@ -107,31 +109,32 @@ def recurrent(operation: RowOperation) -> tuple[Rows, ...]:
     return Rows(True, 1), state, state, Rows(True)
 
 
-def loss(operation: RowOperation) -> Any:
+def loss(operation: RowOperation) -> Rows:
     """A loss with a `reduction`: none, mean or sum."""
-    how, weight = operation.arguments["reduction"], operation.arguments.get("weight")
-    rows = _classes(operation) if operation.name.startswith("nll_loss") else aligned(operation)
+    return _reduced(operation, aligned(operation), frozenset())
+
+
+def nll_loss(operation: RowOperation) -> tuple[Rows, Rows]:
+    """A loss of classes, whose mean is by the targets that are not ignored: the batch decides how
+    many these are, which is its second result."""
+    target, scores, weight = (
+        operation.of(n) if operation.arguments[n] else FIXED for n in ("target", "self", "weight")
+    )
+    if target.dim != 0 or (scores.dim, scores.before) != (0, target.before) or moves(weight):
+        raise Stuck
+    rows = attrs.evolve(target, power=scores.power, maybe=scores.maybe)
+    return _reduced(operation, rows, frozenset({operation.node})), Rows(True, power=1)
+
+
+def _reduced(operation: RowOperation, rows: Rows, counts: frozenset[Any]) -> Rows:
+    """What becomes of the loss of each row; `counts` divide the mean, if not all rows do."""
     if rows.dim is None or rows.power:
         raise Stuck
+    weight = operation.arguments.get("weight")
     maybe = rows.maybe | operation.known[weight].maybe if weight else rows.maybe
-    # 0, 1 and 2 are none, mean and sum. The mean of an nll_loss is by the targets that are not
-    # ignored, which the batch decides; its second result is how many these are.
-    if how == 0:
-        each = attrs.evolve(rows, maybe=maybe)
-    elif how == 1:
-        counts = (
-            frozenset({operation.node}) if operation.name.startswith("nll_loss") else frozenset()
-        )
-        each = Rows(True, maybe=maybe, counts=counts, plain=not counts)
-    else:
-        each = Rows(True, power=1, maybe=maybe)
-    return (each, Rows(True, power=1)) if operation.name.startswith("nll_loss") else each
-
-
-def _classes(operation: RowOperation) -> Rows:
-    target, scores = operation.of("target"), operation.of("self")
-    if target.dim is None or (scores.dim, scores.before) != (target.dim, target.before):
-        raise Stuck
-    if target.dim or (operation.arguments["weight"] is not None and moves(operation.of("weight"))):
-        raise Stuck
-    return attrs.evolve(target, power=scores.power, maybe=scores.maybe)
+    match operation.arguments["reduction"]:  # as torch numbers them
+        case 0:
+            return attrs.evolve(rows, maybe=maybe)
+        case 1:
+            return Rows(True, maybe=maybe, counts=counts, plain=not counts)
+    return Rows(True, power=1, maybe=maybe)

@@ -1,17 +1,16 @@
 """Rules for views, slices, joins, tables and indices."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import attrs
 from torch import fx
 
-from pfeife.frontend.rows.elements import dims_of, fixed, sizes
+from pfeife.frontend.rows.elements import fixed, sizes
 from pfeife.frontend.rows.value import (
     FIXED,
     RowOperation,
     Rows,
-    Rule,
     Stuck,
     bound,
     moves,
@@ -56,55 +55,6 @@ def _grown(operation: RowOperation, possible: Sequence[tuple[int, int]]) -> list
     return [(dim, before) for dim, before in possible if twice[dim] != operation.shape[dim]]
 
 
-def moved(order: Callable[[RowOperation, int], Sequence[int]]) -> Rule:
-    """The rule of an operation that puts dimensions in another order."""
-
-    def rule(operation: RowOperation) -> Rows:
-        (source, rows), *_ = operation.operands()
-        if rows.dim is None:
-            return rows
-        places = list(order(operation, len(shape_of(source))))
-        return attrs.evolve(rows, dim=places.index(rows.dim))
-
-    return rule
-
-
-def permuted(operation: RowOperation, rank: int) -> Sequence[int]:
-    """The order of the dimensions after a permute."""
-    return [d % rank for d in operation.arguments["dims"]]
-
-
-def transposed(operation: RowOperation, rank: int) -> Sequence[int]:
-    """The order of the dimensions after a transpose, t included."""
-    order = list(range(rank))
-    if operation.name == "t":
-        return order[::-1]
-    a, b = operation.arguments["dim0"] % rank, operation.arguments["dim1"] % rank
-    order[a], order[b] = order[b], order[a]
-    return order
-
-
-def unsqueezed(operation: RowOperation) -> Rows:
-    """Rows beside a new dimension of size 1."""
-    (_, rows), *_ = operation.operands()
-    if rows.dim is None:
-        return rows
-    new = operation.arguments["dim"] % len(operation.shape)
-    return attrs.evolve(rows, dim=rows.dim + (new <= rows.dim))
-
-
-def squeezed(operation: RowOperation) -> Rows:
-    """Rows without dimensions of size 1, of which theirs may not be one."""
-    (source, rows), *_ = operation.operands()
-    if rows.dim is None:
-        return rows
-    shape = shape_of(source)
-    gone = {d for d in dims_of(operation, len(shape)) if shape[d] == 1}
-    if rows.dim in gone:
-        raise Stuck
-    return attrs.evolve(rows, dim=rows.dim - sum(d < rows.dim for d in gone))
-
-
 def expanded(operation: RowOperation) -> Rows:
     """expand and repeat along other dimensions than that of the rows."""
     (source, rows), *_ = operation.operands()
@@ -129,21 +79,6 @@ def _new_sizes(operation: RowOperation, before: Sequence[int]) -> frozenset[int]
     return sizes(grown, operation.rows)
 
 
-def picked(operation: RowOperation) -> Rows:
-    """A slice or an item of a dimension that is not that of the rows, or the whole of it."""
-    (source, rows), *_ = operation.operands()
-    if rows.dim is None:
-        return rows
-    shape = shape_of(source)
-    dim = operation.arguments["dim"] % len(shape)
-    if dim == rows.dim:
-        if operation.name == "slice" and operation.shape[dim] == shape[dim]:
-            return rows
-        raise Stuck
-    gone = operation.name in ("select", "unbind")
-    return attrs.evolve(rows, dim=rows.dim - (gone and dim < rows.dim))
-
-
 def joined(operation: RowOperation) -> Rows:
     """cat and stack in another dimension than that of the rows."""
     operands = [(n, r) for n, r in operation.operands() if math.prod(shape_of(n))]
@@ -158,7 +93,7 @@ def joined(operation: RowOperation) -> Rows:
     if len(places) != 1 or (alone and len(moving) != len(operands)):
         raise Stuck
     first = moving[0]
-    maybe = frozenset().union(*(rows.maybe for _, rows in operands))
+    maybe = frozenset[int]().union(*(rows.maybe for _, rows in operands))
     if first.dim is None:
         counts = frozenset().union(*(rows.counts for rows in moving))
         return attrs.evolve(
@@ -227,9 +162,8 @@ def drawn(operation: RowOperation) -> Rows:
     figures = [operation.number(name) for name in names if name in operation.arguments]
     if any(moves(figure) for figure in figures):
         raise Stuck
-    return attrs.evolve(
-        like(operation), maybe=frozenset().union(*(figure.maybe for figure in figures))
-    )
+    maybe = frozenset[int]().union(*(figure.maybe for figure in figures))
+    return attrs.evolve(like(operation), maybe=maybe)
 
 
 def looked_up(operation: RowOperation) -> Rows:
@@ -247,8 +181,7 @@ def gathered(operation: RowOperation) -> Rows:
         raise Stuck
     if moving[0].dim is None or operation.arguments["dim"] % len(operation.shape) == moving[0].dim:
         raise Stuck
-    maybe = frozenset().union(*(rows.maybe for _, rows in operation.operands()))
-    return Rows(True, moving[0].dim, moving[0].before, moving[0].power, maybe)
+    return Rows(True, moving[0].dim, moving[0].before, moving[0].power, operation.maybe)
 
 
 def indexed(operation: RowOperation) -> Rows:
@@ -260,18 +193,12 @@ def indexed(operation: RowOperation) -> Rows:
     if not pairs or places != list(range(places[0], places[0] + len(places))):
         raise Stuck
     width = max(len(shape_of(index)) for _, index in pairs)
+    indexed_by = [(len(shape_of(index)), operation.known[index]) for _, index in pairs]
     row_places = {
-        (operation.known[index].dim + width - len(shape_of(index)), operation.known[index].before)
-        for _, index in pairs
-        if operation.known[index].dim is not None
+        (rows.dim + width - rank, rows.before) for rank, rows in indexed_by if rows.dim is not None
     }
-    if (
-        any(
-            operation.known[index].varies and operation.known[index].dim is None
-            for _, index in pairs
-        )
-        or len(row_places) > 1
-    ):
+    sums = any(rows.varies and rows.dim is None for _, rows in indexed_by)
+    if sums or len(row_places) > 1:
         raise Stuck
     if table.dim is None and not table.varies and row_places:
         ((dim, before),) = row_places

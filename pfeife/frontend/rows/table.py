@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from pfeife.frontend.rows import elements, layers, shapes
+from pfeife.frontend.rows import axes, elements, layers, shapes
 from pfeife.frontend.rows.value import RowOperation, Rule, Stuck, moves
 
 
@@ -21,10 +21,10 @@ def rule_of(operation: RowOperation) -> Rule:
     # `weight / len(x)` a number counts rows, which `fixed` does not look at.
     if operation.name not in ARITHMETIC and not any(moves(rows) for _, rows in operands):
         return elements.fixed
-    if "reduction" in operation.arguments:
-        return layers.loss
     if operation.name in RULES:
         return RULES[operation.name]
+    if "reduction" in operation.arguments:
+        return layers.loss
     if torch.Tag.pointwise in getattr(_target(operation), "tags", ()):
         return elements.pointwise
     raise Stuck
@@ -64,26 +64,28 @@ RULES: dict[str, Rule] = ARITHMETIC | {
     **_table("where masked_fill", elements.chosen),
     **_table("index_put", elements.put),
     **_table("clamp clamp_min maximum", elements.clamped),
-    **_table("sum", elements.summed),
-    **_table("mean", elements.averaged),
+    **_table("sum", axes.totalled(mean=False)),
+    **_table("mean", axes.totalled(mean=True)),
     **_table(
         "amax amin max min argmax argmin var std var_mean std_mean logsumexp any all prod "
         "linalg_vector_norm norm median count_nonzero",
-        elements.reduced,
+        axes.each_row(axes.reduced),
     ),
     **_table(
         "_softmax _log_softmax _safe_softmax cumsum cumprod logcumsumexp sort topk flip roll "
         "kthvalue index_select glu",
-        elements.along,
+        axes.each_row(axes.along),
     ),
-    **_table("native_layer_norm _fused_rms_norm rms_norm", elements.normalised),
+    **_table("native_layer_norm _fused_rms_norm rms_norm", layers.normalised),
     **_table("view _unsafe_view reshape _reshape_alias flatten unflatten", shapes.reshaped),
-    **_table("permute", shapes.moved(shapes.permuted)),
-    **_table("transpose t", shapes.moved(shapes.transposed)),
-    **_table("unsqueeze", shapes.unsqueezed),
-    **_table("squeeze", shapes.squeezed),
+    **_table("permute", axes.moved(axes.permuted)),
+    **_table("transpose t", axes.moved(axes.transposed)),
+    **_table("unsqueeze", axes.moved(axes.unsqueezed)),
+    **_table("squeeze", axes.moved(axes.squeezed)),
     **_table("expand repeat", shapes.expanded),
-    **_table("select slice unbind split split_with_sizes narrow unsafe_split", shapes.picked),
+    **_table(
+        "select slice unbind split split_with_sizes narrow unsafe_split", axes.moved(axes.picked)
+    ),
     **_table("cat stack", shapes.joined),
     **_table("constant_pad_nd", shapes.padded),
     **_table("slice_scatter select_scatter", shapes.written),
@@ -100,7 +102,12 @@ RULES: dict[str, Rule] = ARITHMETIC | {
     **_table("embedding", shapes.looked_up),
     **_table("gather scatter scatter_add", shapes.gathered),
     **_table("index", shapes.indexed),
-    **_table("mm addmm bmm baddbmm mv dot", layers.matrices),
+    "mm": layers.contracted("self", "mat2", "ij,jk->ik"),
+    "addmm": layers.contracted("mat1", "mat2", "ij,jk->ik", added="self"),
+    "bmm": layers.contracted("self", "mat2", "bij,bjk->bik"),
+    "baddbmm": layers.contracted("batch1", "batch2", "bij,bjk->bik", added="self"),
+    "mv": layers.contracted("self", "vec", "ij,j->i"),
+    "dot": layers.contracted("self", "tensor", "i,i->"),
     **_table(
         "convolution native_group_norm max_pool2d_with_indices "
         "max_pool3d_with_indices avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d "
@@ -118,4 +125,5 @@ RULES: dict[str, Rule] = ARITHMETIC | {
         layers.attended,
     ),
     **_table("mkldnn_rnn_layer", layers.recurrent),
+    **_table("nll_loss_forward nll_loss2d_forward", layers.nll_loss),
 }

@@ -99,6 +99,11 @@ class RowOperation:
         fx.node.map_arg(tuple(self.arguments.values()), nodes.append)
         return [(node, self.known[node]) for node in nodes]
 
+    @property
+    def maybe(self) -> frozenset[int]:
+        """What the numbers in all that it reads would add to the power if they counted rows."""
+        return frozenset[int]().union(*(rows.maybe for _, rows in self.operands()))
+
     def of(self, name: str) -> Rows:
         """What is known of an operand: a tensor, or a number."""
         argument = self.arguments[name]
