@@ -3,30 +3,18 @@ program computes what the step computes. It costs some forwards of a microbatch,
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
-from torch import fx
 
-from pfeife import _torch
 from pfeife.frontend.captured import Captured
-from pfeife.frontend.checks.deterministic import (
-    Draws,
-    Expected,
-    Recorded,
-    Unseeded,
-    close,
-    counts_rows,
-)
+from pfeife.frontend.checks.deterministic import Draws, Recorded, close, counts_rows
+from pfeife.frontend.checks.runs import Named, Runs, Values
 from pfeife.frontend.forward import Forward
-from pfeife.ir.nodes import has_effects
 from pfeife.ir.parts import Port, Role
-from pfeife.ir.program import Program
-from pfeife.ir.sizes import with_sizes
 
 log = logging.getLogger("pfeife")
-Values = list[Any]
 _STATISTICS = ("batch_norm", "instance_norm")
 
 
@@ -56,272 +44,186 @@ def check_first_call(
     compared is left: draws without an expected value, results that are not finite, rows of which
     a microbatch has one only.
     """
-    runs = Runs(step, captured, args)
+    runs, single, twice = Runs(step, captured, args), Recorded(), Recorded()
     try:
-        single = Recorded()
-        results = runs.first(single)
-        if results is None or not all(_finite(value) for value in results):
+        results = _tried(
+            "the first call is not checked", lambda: runs.by_step(runs.part(0), single)
+        )
+        if results is None or not all(map(_finite, results.values())):
             return False
-        runs.check_program(results)
+        _check_program(runs, results)
+        # Of one row there is no other order, and nobody in whose company it could be.
         if runs.rows > 1:
-            runs.check_order(results)
+            _check_order(runs, results)
         if runs.rows > 1 and not sure:
-            runs.check_mixing(results)
-        if not captured.mixed:
-            runs.check_counting(results, single, doubled, decided, counting)
+            _check_mixing(runs, results)
+        # Where rows look at one another, twice the rows are another company, and prove nothing.
+        if captured.mixed:
+            return runs.rows > 1
+        whole = _tried(
+            "the step is not tried on twice the rows",
+            lambda: _by_twice_the_rows(runs, twice, doubled, counting),
+        )
+        # Another number alone may be harmless (a shape), another result alone may be rounding.
+        operation = counts_rows(single, twice) if whole else ""
+        if whole and operation:
+            _check_counting(runs, results, whole, operation, decided)
         return runs.rows > 1
     except Draws as draws:
         log.debug("the first call is not checked, since the step draws by %s", draws)
         return False
 
 
-class Runs:
-    """Runs of a step's forward on parts of a batch."""
+def _tried(otherwise: str, run: Callable[[], Named]) -> Named | None:
+    """What a run gives; None where it fails. On the first microbatch the step itself will say
+    where; on twice its rows it may, as where it takes batches of one size alone."""
+    try:
+        return run()
+    except Draws:
+        raise
+    except Exception as error:
+        log.debug("%s, since the step fails: %s", otherwise, error)
+        return None
 
-    def __init__(self, step: Forward, captured: Captured, args: Sequence[Any]):
-        self.step, self.captured, self.args = step, captured, args
-        self.ports = captured.ports
-        self.cut = [i for i, port in enumerate(self.ports) if port and port.batch_dim is not None]
-        sizes = {
-            port.shape[port.batch_dim] for port in self.ports if port and port.batch_dim is not None
-        }
-        self.rows = sizes.pop() if len(sizes) == 1 else 1
-        outputs = {port.name: port for port in captured.program.outputs}
-        names = (*captured.results, *captured.changed.values())
-        self.results = [outputs[name] for name in names]
 
-    def __call__(self, values: Values, mode: Expected | None = None) -> list[torch.Tensor]:
-        """The results, and what becomes of arguments that the step changes in place; neither these
-        nor buffers are changed."""
-        changed = self.captured.changed
-        copies = [
-            value.clone() if port and (port.role == Role.BUFFER or port.name in changed) else value
-            for port, value in zip(self.ports, values, strict=True)
-        ]
-        with mode or Expected():  # gradients inside of the step are asked for as ever
-            results = list(self.step.run(*copies))
-        slots = self.captured.slots(copies)
-        return [*results, *(slots[name] for name in changed)]
+def _check_program(runs: Runs, expected: Named) -> None:
+    """Raises ValueError unless the program's forward gives the same."""
+    results = runs.by_program(runs.part(0), forward=True)
+    for name, value in expected.items():
+        if not close(results[name], value):
+            raise ValueError(
+                f"the captured program computes another {name} than the step on the first "
+                f"microbatch: {_short(results[name])} for {_short(value)}; please report it "
+                "(check=False leaves this check out)"
+            )
 
-    def first(self, record: Recorded) -> list[torch.Tensor] | None:
-        """The results of the first microbatch; None if it fails: the step will say where."""
-        try:
-            return self(self.part(0), record)
-        except Draws:
-            raise
-        except Exception as error:
-            log.debug("the first call is not checked, since the step fails: %s", error)
-            return None
 
-    def part(self, index: int) -> Values:
-        """The arguments of a microbatch. A traced step is run as it is, and may ask which tensors
-        have gradients."""
-        values = self.captured.part(self.args, index)
-        for port, value, argument in zip(self.ports, values, self.args, strict=True):
-            if port and self.captured.door == "trace":
-                value.requires_grad_(argument.requires_grad)
-        return values
+def _check_order(runs: Runs, results: Named) -> None:
+    """Raises ValueError unless rows in another order give the same, in that order."""
+    if _is_in_order(runs, results, runs.cut) or _is_noise(runs, results):
+        return
+    # A table with as many entries as the batch has rows (positions, say) is the usual reason.
+    for alone in runs.cut if len(runs.cut) > 1 else ():
+        if _is_in_order(runs, results, [index for index in runs.cut if index != alone]):
+            name = runs.port(alone).fqn
+            raise ValueError(
+                f"in_dims: {name} has as many rows as the batch, but they do not belong to its "
+                f"rows: hand it over whole with pfeife.compile(..., in_dims={{{name!r}: None}})"
+            )
+    names = [runs.port(index).fqn for index in runs.cut]
+    raise ValueError(
+        f"in_dims: the results of the step depend on the order of the rows of {names}, so they "
+        "may not be the batch: say with in_dims of pfeife.compile where it is, or check=False "
+        "if the order of the rows matters"
+    )
 
-    def permuted(self, values: Values, among: Iterable[int]) -> Values:
-        """The same with the rows of some arguments in reverse order."""
-        chosen = set(among)
-        return [
-            value.flip(port.batch_dim) if port and index in chosen else value
-            for index, (value, port) in enumerate(zip(values, self.ports, strict=True))
-        ]
 
-    def check_program(self, expected: Sequence[torch.Tensor]) -> None:
-        """Raises ValueError unless the program's forward gives the same."""
-        program = self.captured.program
-        results = forward_of(program)(self.captured.slots(self.part(0)))
-        for port, value in zip(self.results, expected, strict=True):
-            other = results[port.name]
-            if not close(other, value):
-                raise ValueError(
-                    f"the captured program computes another {port.name} than the step on the first "
-                    f"microbatch: {_short(other)} for {_short(value)}; please report it "
-                    "(check=False leaves this check out)"
-                )
+def _is_in_order(runs: Runs, results: Named, among: Collection[int]) -> bool:
+    """Whether results have their rows in reverse order if some arguments have."""
+    values = runs.part(0)
+    for index in among:
+        values[index] = values[index].flip(runs.dim(index))
 
-    def check_order(self, results: Sequence[torch.Tensor]) -> None:
-        """Raises ValueError unless rows in another order give the same, in that order."""
-        values = self.part(0)
-        if self._same(results, self(self.permuted(values, self.cut))) or self._is_noise(results):
-            return
-        for alone in self.cut if len(self.cut) > 1 else ():
-            rest = [index for index in self.cut if index != alone]
-            if self._same(results, self(self.permuted(values, rest))):
-                name = self._name(alone)
-                raise ValueError(
-                    f"in_dims: {name} has as many rows as the batch, but they do not belong to its "
-                    f"rows: hand it over whole with pfeife.compile(..., in_dims={{{name!r}: None}})"
-                )
-        names = [self._name(index) for index in self.cut]
+    def reversed_rows(port: Port, value: torch.Tensor) -> torch.Tensor:
+        return value if port.batch_dim is None else runs.rows_of(port, value).flip(0)
+
+    def rows(port: Port, value: torch.Tensor) -> torch.Tensor:
+        return value if port.batch_dim is None else runs.rows_of(port, value)
+
+    return not any(runs.differing(results, runs.by_step(values), reversed_rows, rows))
+
+
+def _is_noise(runs: Runs, results: Named) -> bool:
+    """Whether last bits decide the results, as where a batch norm divides by the deviation of
+    almost equal values: another order of the rows, in which sums round otherwise, may then give
+    anything."""
+    return any(runs.differing(results, runs.by_step([_nudged(value) for value in runs.part(0)])))
+
+
+def _check_mixing(runs: Runs, results: Named) -> None:
+    """Raises ValueError if a row gives something else in the company of other rows."""
+    size, captured = runs.rows // 2, runs.captured
+    others = runs.by_step(_mixed(runs, size))
+
+    def first_rows(port: Port, value: torch.Tensor) -> torch.Tensor:
+        return value.new_empty(0) if port.batch_dim is None else runs.rows_of(port, value)[:size]
+
+    # A loss that no rule knows has no rows to compare, so it is refused where nobody is sure of the
+    # batch. By convention rows may depend on one another by a batch norm.
+    unknown = any(port.name in captured.unknown for port in captured.program.ports(Role.LOSS))
+    targets = [str(node.target) for node in captured.program.module.graph.nodes]
+    statistics = any(word in target for target in targets for word in _STATISTICS)
+    if unknown or (not statistics and any(runs.differing(results, others, first_rows, first_rows))):
+        names = [runs.port(index).fqn for index in runs.cut]
         raise ValueError(
-            f"in_dims: the results of the step depend on the order of the rows of {names}, so they "
-            "may not be the batch: say with in_dims of pfeife.compile where it is, or check=False "
-            "if the order of the rows matters"
+            f"the rows of {names} (dimension {runs.dim(runs.cut[0])}) depend on one another, "
+            "as negatives from a batch do, or places if the batch is in another dimension: say "
+            "where it is with in_dims of pfeife.compile, or check=False if it is there"
         )
 
-    def check_counting(
-        self,
-        results: Sequence[torch.Tensor],
-        single: Recorded,
-        doubled: Doubled | None,
-        decided: bool,
-        counting: Collection[int],
-    ) -> None:
-        """Raises ValueError if a number that counts the rows of a microbatch decides a result, as
-        Python computes it of `len(x)`: it is another one for the whole batch.
 
-            a0 a1          x.clamp(max=len(x)) is bounded by 2
-            a0 a1 a0 a1    here by 4, which no rule about sums and means sees
+def _mixed(runs: Runs, size: int) -> Values:
+    """The first rows of the first microbatch with the last ones of the second.
 
-        With the same rows twice all statistics stay as they are, whatever mixes the rows, but for
-        numbers. Both have to be seen: an operation with another number, and another result.
-        """
-        twice = Recorded()
-        written = [port.fqn for port in self.captured.program.ports(Role.BUFFER)]
-        try:
-            whole = doubled(twice, written) if doubled else self(self._twice(counting), twice)
-        except Draws:
-            raise
-        except Exception as error:  # as where a step takes batches of one size alone
-            log.debug("the step is not tried on twice the rows, since it fails: %s", error)
+    microbatch 0    a0 a1 a2 a3        mixed    a0 a1 b2 b3
+    microbatch 1    b0 b1 b2 b3        in which a0 and a1 must come out as they did
+    """
+    mixed, right = runs.part(0), runs.part(1)
+    for index in runs.cut:
+        dim, rest = runs.dim(index), right[index].shape[runs.dim(index)] - size
+        first, last = mixed[index].narrow(dim, 0, size), right[index].narrow(dim, size, rest)
+        mixed[index] = torch.cat([first, last], dim)
+    return mixed
+
+
+def _by_twice_the_rows(
+    runs: Runs, record: Recorded, doubled: Doubled | None, counting: Collection[int]
+) -> Named:
+    """The results of the first microbatch with all rows twice."""
+    captured = runs.captured
+    if doubled:  # without what becomes of arguments that the step changes in place
+        written = [port.fqn for port in captured.program.ports(Role.BUFFER)]
+        return dict(zip(captured.results, doubled(record, written), strict=False))
+    values = runs.part(0)
+    for index in counting:
+        values[index] *= 2
+    for index in runs.cut:
+        values[index] = torch.cat([values[index]] * 2, runs.dim(index))
+    return runs.by_step(values, record)
+
+
+def _check_counting(
+    runs: Runs, results: Named, whole: Named, operation: str, decided: bool
+) -> None:
+    """Raises ValueError if a number that counts the rows of a microbatch decides a result, as
+    Python computes it of `len(x)`: it is another one for the whole batch.
+
+        a0 a1          x.clamp(max=len(x)) is bounded by 2
+        a0 a1 a0 a1    here by 4, which no rule about sums and means sees
+
+    With the same rows twice all statistics stay as they are, whatever mixes the rows, but for
+    numbers. Both have to be seen: an `operation` with another number, and another result.
+    """
+    for name, other in whole.items():
+        port = runs.outputs[name]
+        if port.role == Role.LOSS and decided:
+            continue
+        expected = _put_together(port, results[name])
+        if expected is None or not _finite(other):
+            continue
+        if expected.shape == other.shape and close(expected, other):
+            continue
+        # Asked last, since it is one more run.
+        if _is_noise(runs, results):
             return
-        operation = counts_rows(single, twice)
-        if not operation:
-            return
-        # `doubled` has no arguments that the step changes in place.
-        for port, value, other in zip(self.results, results, whole, strict=False):
-            if port.role == Role.LOSS and decided:
-                continue
-            expected = _put_together(port, value)
-            if expected is None or not (_finite(other) and _finite(value)):
-                continue
-            if expected.shape == other.shape and close(expected, other):
-                continue
-            if self._is_noise(results):
-                return
-            what = "loss" if port.role == Role.LOSS else f"result {port.fqn}"
-            raise ValueError(
-                f"the {what} depends on a number that counts the rows of a microbatch, which "
-                f"{operation} is given (computed of len(x) or x.shape[0], say): twice the rows "
-                f"make it {_told(other)} instead of {_told(expected)}. One device would compute it "
-                "of the whole batch. Hand the number over as an argument, or say "
-                "loss_reduction= if it is meant (check=False leaves this check out)"
-            )
-
-    def _twice(self, counting: Collection[int]) -> Values:
-        """The arguments of the first microbatch with all rows twice."""
-        values = self.part(0)
-        for index in counting:
-            values[index] *= 2
-        for index in self.cut:
-            values[index] = torch.cat([values[index]] * 2, self._dim(index))
-        return values
-
-    def _is_noise(self, results: Sequence[torch.Tensor]) -> bool:
-        """Whether last bits decide the results, as where a batch norm divides by the deviation of
-        almost equal values: another order of the rows, in which sums round otherwise, may then give
-        anything."""
-        other = self([_nudged(value) for value in self.part(0)])
-        return not all(close(first, second) for _, first, second in self._returned(results, other))
-
-    def check_mixing(self, results: Sequence[torch.Tensor]) -> None:
-        """Raises ValueError if a row gives something else in the company of other rows."""
-        mixed = self._mixed(self.rows // 2)
-        targets = [str(node.target) for node in self.captured.program.module.graph.nodes]
-        # By convention rows may depend on one another by a batch norm. A loss that no rule knows
-        # has no rows to compare, so it is refused where nobody is sure of the batch.
-        statistics = any(word in target for target in targets for word in _STATISTICS)
-        for port, before, after in self._returned(results, self(mixed)):
-            unknown = port.role == Role.LOSS and port.name in self.captured.unknown
-            if not unknown and (statistics or self._alike(port, before, after)):
-                continue
-            names = [self._name(index) for index in self.cut]
-            raise ValueError(
-                f"the rows of {names} (dimension {self._dim(self.cut[0])}) depend on one another, "
-                "as negatives from a batch do, or places if the batch is in another dimension: say "
-                "where it is with in_dims of pfeife.compile, or check=False if it is there"
-            )
-
-    def _mixed(self, size: int) -> Values:
-        """The first rows of the first microbatch with the last ones of the second.
-
-        microbatch 0    a0 a1 a2 a3        mixed    a0 a1 b2 b3
-        microbatch 1    b0 b1 b2 b3        in which a0 and a1 must come out as they did
-        """
-        left, right = self.part(0), self.part(1)
-        mixed = [*left]
-        for index in self.cut:
-            dim, sizes = self._dim(index), [size, self.rows - size]
-            first, last = left[index].split(sizes, dim)[0], right[index].split(sizes, dim)[1]
-            mixed[index] = torch.cat([first, last], dim)
-        return mixed
-
-    def _alike(self, port: Port, first: torch.Tensor, second: torch.Tensor) -> bool:
-        """Whether two results have the same first rows, if they have any."""
-        if port.batch_dim is None:
-            return True
-        size = self.rows // 2
-        return close(self._rows(port, first)[:size], self._rows(port, second)[:size])
-
-    def _same(
-        self, results: Sequence[torch.Tensor], reversed_results: Sequence[torch.Tensor]
-    ) -> bool:
-        """Whether rows in reverse order gave `reversed_results`, if they gave `results` in their
-        own."""
-        return all(
-            close(first, second)
-            if port.batch_dim is None
-            else close(self._rows(port, first), self._rows(port, second).flip(0))
-            for port, first, second in self._returned(results, reversed_results)
+        what = "loss" if port.role == Role.LOSS else f"result {port.fqn}"
+        raise ValueError(
+            f"the {what} depends on a number that counts the rows of a microbatch, which "
+            f"{operation} is given (computed of len(x) or x.shape[0], say): twice the rows "
+            f"make it {_told(other)} instead of {_told(expected)}. One device would compute it "
+            "of the whole batch. Hand the number over as an argument, or say "
+            "loss_reduction= if it is meant (check=False leaves this check out)"
         )
-
-    def _returned(
-        self, first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]
-    ) -> list[tuple[Port, torch.Tensor, torch.Tensor]]:
-        """Two runs' results, without those that the step only assigns to attributes."""
-        assigned = {n for n in self.captured.kept if not self.captured.is_returned(n)}
-        triples = zip(self.results, first, second, strict=True)
-        return [triple for triple in triples if triple[0].name not in assigned]
-
-    def _rows(self, port: Port, value: torch.Tensor) -> torch.Tensor:
-        """A result with its rows in front, each of which may have several places along the
-        dimension of the batch."""
-        assert port.batch_dim is not None
-        return value.movedim(port.batch_dim, 0).unflatten(0, (self.rows, -1))
-
-    def _dim(self, index: int) -> int:
-        """Where the batch is in an argument that is cut."""
-        port = self.ports[index]
-        assert port is not None and port.batch_dim is not None
-        return port.batch_dim
-
-    def _name(self, index: int) -> str:
-        port = self.ports[index]
-        assert port is not None
-        return port.fqn
-
-
-def forward_of(program: Program) -> Callable[[dict[str, Any]], dict[str, torch.Tensor]]:
-    """The loss and the outputs of a flat program, from its inputs by the names of their ports."""
-    graph = fx.Graph()
-    wanted = [port.name for port in program.ports(Role.LOSS, Role.OUTPUT)]
-    results: Any = graph.graph_copy(program.module.graph, {})
-    graph.output({name: results[name] for name in wanted})
-    graph.eliminate_dead_code(has_effects)
-    module = _torch.graph_module(program.module, graph)
-
-    def run(values: dict[str, Any]) -> dict[str, torch.Tensor]:
-        values = with_sizes(program, values)
-        arguments = [values.get(port.name) for port in program.inputs]
-        with torch.no_grad(), _torch.no_autocast(), Expected():
-            outputs: dict[str, torch.Tensor] = Unseeded(module).run(*arguments)
-        return outputs
-
-    return run
 
 
 def _nudged(value: Any) -> Any:
