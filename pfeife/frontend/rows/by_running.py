@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from pfeife import _torch
-from pfeife.frontend.checks.deterministic import Draws, Expected, Unseeded
+from pfeife.frontend.checks.deterministic import Draws, Expected, Unseeded, close
 from pfeife.ir.parts import Port
 from pfeife.ir.program import Program
 
@@ -31,15 +31,15 @@ _ROUNDING_OF_HALVES = 0.02
 class Sample:
     """The values of two microbatches by the names of a program's inputs."""
 
-    one: Mapping[str, Any]
-    other: Mapping[str, Any]
+    first: Mapping[str, Any]
+    second: Mapping[str, Any]
 
     def both(self, port: Port) -> Any:
         """An input's values as those of one microbatch."""
-        value = self.one.get(port.name)
+        value = self.first.get(port.name)
         if port.batch_dim is None or value is None:
             return value
-        return torch.cat([value, self.other[port.name]], port.batch_dim)
+        return torch.cat([value, self.second[port.name]], port.batch_dim)
 
 
 def seen_rows(
@@ -61,7 +61,10 @@ def seen_rows(
             # The three runs go on in step, node by node, so that no more of their values is held
             # than later nodes need.
             apart = zip(
-                *(_values(program, nodes[0], values.get) for values in (sample.one, sample.other)),
+                *(
+                    _values(program, nodes[0], values.get)
+                    for values in (sample.first, sample.second)
+                ),
                 strict=True,
             )
             together = _values(twice, nodes[1], both.get)
@@ -100,11 +103,8 @@ def _dim(first: Any, second: Any, whole: Any) -> int | None:
     if len(grown) != 1 or first.shape != second.shape or torch.equal(first, second):
         return None
     joined = torch.cat([first, second], grown[0])
-    return grown[0] if joined.shape == whole.shape and _same(joined, whole) else None
-
-
-def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether finite values agree to within what rounds differently in the company of others."""
-    rounding = _ROUNDING.get(first.dtype, _ROUNDING_OF_HALVES)
-    apart = (first - second).abs().max()  # not finite where one of the values is not
-    return bool(apart.isfinite() and apart <= rounding * first.abs().max())
+    # What is not finite proves nothing either.
+    if joined.shape != whole.shape or not (joined.isfinite().all() and whole.isfinite().all()):
+        return None
+    rounding = _ROUNDING.get(joined.dtype, _ROUNDING_OF_HALVES)
+    return grown[0] if close(joined, whole, rounding, noise=0) else None

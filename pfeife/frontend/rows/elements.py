@@ -194,7 +194,7 @@ def put(operation: RowOperation) -> Rows:
 
 def clamped(operation: RowOperation) -> Rows:
     """A count that is kept from zero is one still; else as any function."""
-    rows = operation.known[operation.node.args[0]]  # type: ignore[index]
+    rows = operation.rows_of[operation.node.args[0]]  # type: ignore[index]
     low = operation.arguments.get("min", operation.arguments.get("other"))
     small = isinstance(low, int | float) and 0 < low <= 1 and operation.arguments.get("max") is None
     if rows.dim is None and rows.varies and rows.power == 1 and small:

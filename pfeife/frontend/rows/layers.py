@@ -20,6 +20,7 @@ def contracted(left: str, right: str, equation: str, added: str = "") -> Rule:
 
     def product(a: Rows, b: Rows) -> Rows:
         along = _factor(left_factors, a), _factor(right_factors, b)
+        # Each row is in a product once for either operand, so powers add up.
         power, maybe = a.power + b.power, a.maybe | b.maybe
         if along == (None, None):
             if a.varies and b.varies:
@@ -34,7 +35,9 @@ def contracted(left: str, right: str, equation: str, added: str = "") -> Rule:
         # Rows beside rows must be a batch of products; x @ x.t() has a product for each pair.
         if None not in along and (along[0] != along[1] or a.before != b.before):
             raise Stuck(mixes=not shared.intersection(along))
-        return Rows(True, result.index(along[0] or along[1]), a.before if along[0] else b.before)
+        return Rows(
+            True, result.index(next(filter(None, along))), a.before if along[0] else b.before
+        )
 
     def rule(operation: RowOperation) -> Rows:
         rows = product(operation.of(left), operation.of(right))
@@ -58,7 +61,7 @@ def batch_norm(operation: RowOperation) -> tuple[Rows, ...]:
     the statistics count as means."""
     (_, rows), *_ = operation.operands()
     factors = [operation.arguments[name] for name in ("weight", "bias")]
-    if any(moves(operation.known[factor]) for factor in factors if factor):
+    if any(moves(operation.rows_of[factor]) for factor in factors if factor):
         raise Stuck
     if rows.dim != 0 or rows.before != 1 or rows.power:
         raise Stuck
@@ -131,7 +134,7 @@ def _reduced(operation: RowOperation, rows: Rows, counts: frozenset[Any]) -> Row
     if rows.dim is None or rows.power:
         raise Stuck
     weight = operation.arguments.get("weight")
-    maybe = rows.maybe | operation.known[weight].maybe if weight else rows.maybe
+    maybe = rows.maybe | operation.rows_of[weight].maybe if weight else rows.maybe
     match operation.arguments["reduction"]:  # as torch numbers them
         case 0:
             return attrs.evolve(rows, maybe=maybe)

@@ -50,6 +50,7 @@ def _by_rule(operation: RowOperation) -> Any:
     try:
         return _noting_losses(operation, rule_of(operation)(operation))
     except Stuck as reason:
+        # With a value for every pair of rows these look at one another, whatever the operation.
         return Unknown(operation.node, reason.numbers, reason.mixes or _has_pairs(operation))
     except KeyError:  # an overload without the argument that the rule is about
         return Unknown(operation.node, mixes=_has_pairs(operation))

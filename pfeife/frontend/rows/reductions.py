@@ -45,35 +45,23 @@ def derive_reductions(
     leaves sizes open, `fixed` gives that for its own sizes alone, which may be taken apart as
     `larger` is.
     """
-    decided = loss_reduction != "auto" and not program.ports(Role.OUTPUT)
-    plain = settled(program)
-    rows_of = _told(plain, larger and _of_open_rows(program, larger), sample, decided)
-    if (
-        plain is not program
-        and fixed
-        and any(isinstance(rows, Unknown) for rows in rows_of.values())
-    ):
-        # The program for twice the rows may be traced for fixed sizes, and then it has the form of
-        # one that is as well (`paired`); what that tells is said of the nodes of this one.
-        other = fixed()
-        rows_of = {
-            name: _moved(other, plain, rows)
-            for name, rows in _told(other, larger, sample, decided).items()
-        }
-    rows_of = {name: _in_program(program, rows) for name, rows in rows_of.items()}
+    rows_of = _tried(program, loss_reduction, larger, sample, fixed)
     among = {node for rows in rows_of.values() if isinstance(rows, Rows) for node in rows.counts}
     divided = [node for node in program.module.graph.nodes if node in among]  # alike on all ranks
     counts = {node: _count(program, node) for node in divided}
+    # A mean is unknown all the same if its count needs more than the batch.
+    uncounted = [node for node, count in counts.items() if not count]
     countable = [node for node, count in counts.items() if count]
-    ports, unknown = [], {}
+    ports, unknown, mixed = [], {}, {}
     for port in program.outputs:
         rows = rows_of.get(port.name)
+        if isinstance(rows, Unknown) and rows.mixes:
+            mixed[port.name] = str(rows)
         if port.role == Role.LOSS and loss_reduction != "auto":
-            rows, port = None, attrs.evolve(port, reduction=loss_reduction)
-        if isinstance(rows, Rows):
-            # A mean is unknown all the same if its count needs more than the batch.
-            without = [n for n in divided if n in rows.counts and n not in countable]
-            rows = Unknown(without[0]) if without else rows
+            ports.append(attrs.evolve(port, reduction=loss_reduction))
+            continue
+        without = [n for n in uncounted if isinstance(rows, Rows) and n in rows.counts]
+        rows = Unknown(without[0]) if without else rows
         if isinstance(rows, Rows):
             port = _with_reduction(program, port, rows, countable)
         elif rows is not None and port.batch_dim is None:
@@ -82,10 +70,46 @@ def derive_reductions(
             port = attrs.evolve(port, reduction="mean")
         ports.append(port)
     made = tuple(count for count in counts.values() if count)
-    mixed = {
-        n: str(rows) for n, rows in rows_of.items() if isinstance(rows, Unknown) and rows.mixes
-    }
     return attrs.evolve(program, outputs=tuple(ports), counts=made), unknown, mixed
+
+
+def _tried(
+    program: Program,
+    loss_reduction: LossReduction,
+    larger: Larger | None,
+    sample: Callable[[], Sample] | None,
+    fixed: Callable[[], Program] | None,
+) -> dict[str, Known]:
+    """What is known of every loss and output of a flat program, by port name. What is cheap comes
+    first, and what follows is tried for what is still unknown:
+
+        the rules alone                                     nothing is traced
+        beside the program for twice the rows: its forward  it tells the numbers that count rows
+          or all of it, where the forward has another form
+        the same, both run on two microbatches              rows that come back behind operations
+                                                              without a rule
+        the program for two rows, of one for one row        which dimension of 1 has the row
+        all of this for fixed sizes, of one that leaves     `larger` may be traced for fixed sizes,
+          them open                                           and then has their form
+
+    Where the caller says how losses combine, and there is nothing else to know, the rules alone say
+    whether rows look at one another.
+    """
+    decided = loss_reduction != "auto" and not program.ports(Role.OUTPUT)
+
+    def attempt(plain: Program, larger: Larger | None) -> dict[str, Known]:
+        if not decided:
+            return derive(plain, larger, sample)
+        # Of one row the rules alone do not even know where it is.
+        return _beside_larger(plain, larger if _rows(plain) == 1 else None, None)
+
+    plain = settled(program)
+    rows_of = attempt(plain, larger and _of_open_rows(program, larger))
+    unknown = any(isinstance(rows, Unknown) for rows in rows_of.values())
+    if plain is not program and fixed and unknown:
+        other = fixed()
+        rows_of = {n: _moved(other, plain, rows) for n, rows in attempt(other, larger).items()}
+    return {name: _in_program(program, rows) for name, rows in rows_of.items()}
 
 
 def _of_open_rows(program: Program, larger: Larger) -> Larger:
@@ -118,18 +142,6 @@ def _sizes_of_rows(program: Program, times: int) -> dict[str, int]:
     if not rows or len(counts) != len(rows):
         return {}
     return {name: number * (times if name in counts else 1) for name, number in captured.items()}
-
-
-def _told(
-    program: Program,
-    larger: Larger | None,
-    sample: Callable[[], Sample] | None,
-    decided: bool,
-) -> dict[str, Known]:
-    """What is known of every loss and output, also where it is `decided` how losses combine."""
-    if decided:  # of one row the rules alone do not even know where it is
-        return _beside_larger(program, larger if _rows(program) == 1 else None, None)
-    return derive(program, larger, sample)
 
 
 def _in_program(program: Program, rows: Known) -> Known:
@@ -197,10 +209,10 @@ def derive(
     """What is known of every loss and output of a flat program, by port name; the arguments are as
     in `derive_reductions`."""
     rows_of = _beside_larger(program, larger, sample)
-    if larger is None or _rows(program) > 1:
-        return rows_of
     stuck = [name for name, rows in rows_of.items() if isinstance(rows, Unknown)]
-    return {**rows_of, **(_of_two_rows(larger, stuck) if stuck else {})}
+    if larger is None or _rows(program) > 1 or not stuck:
+        return rows_of
+    return rows_of | _of_two_rows(larger, stuck)
 
 
 def _of_two_rows(larger: Larger, names: Sequence[str]) -> dict[str, Known]:

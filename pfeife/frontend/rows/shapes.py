@@ -130,13 +130,7 @@ def written(operation: RowOperation) -> Rows:
     dim = operation.arguments["dim"] % len(operation.shape)
     if part.dim is not None and operation.name == "select_scatter":
         part = attrs.evolve(part, dim=part.dim + (dim <= part.dim))
-    places = {(rows.dim, rows.before, rows.power) for rows in (base, part) if moves(rows)}
-    if len(places) != 1:
-        raise Stuck
-    ((place, before, power),) = places
-    if place in (None, dim):
-        raise Stuck
-    return Rows(True, place, before, power, base.maybe | part.maybe)
+    return _in_one_place((base, part), dim)
 
 
 def copied(operation: RowOperation) -> Rows:
@@ -176,12 +170,21 @@ def looked_up(operation: RowOperation) -> Rows:
 
 def gathered(operation: RowOperation) -> Rows:
     """gather and scatter along another dimension than that of the rows."""
-    moving = [rows for _, rows in operation.operands() if moves(rows)]
-    if len({(rows.dim, rows.before, rows.power) for rows in moving}) != 1:
+    dim = operation.arguments["dim"] % len(operation.shape)
+    return _in_one_place([rows for _, rows in operation.operands()], dim)
+
+
+def _in_one_place(operands: Sequence[Rows], along: int) -> Rows:
+    """The rows that several operands have, all in one dimension, other than the one `along` which
+    something is done with them."""
+    places = {(rows.dim, rows.before, rows.power) for rows in operands if moves(rows)}
+    if len(places) != 1:
         raise Stuck
-    if moving[0].dim is None or operation.arguments["dim"] % len(operation.shape) == moving[0].dim:
+    ((place, before, power),) = places
+    if place in (None, along):
         raise Stuck
-    return Rows(True, moving[0].dim, moving[0].before, moving[0].power, operation.maybe)
+    maybe = frozenset[int]().union(*(rows.maybe for rows in operands))
+    return Rows(True, place, before, power, maybe)
 
 
 def indexed(operation: RowOperation) -> Rows:
@@ -193,7 +196,7 @@ def indexed(operation: RowOperation) -> Rows:
     if not pairs or places != list(range(places[0], places[0] + len(places))):
         raise Stuck
     width = max(len(shape_of(index)) for _, index in pairs)
-    indexed_by = [(len(shape_of(index)), operation.known[index]) for _, index in pairs]
+    indexed_by = [(len(shape_of(index)), operation.rows_of[index]) for _, index in pairs]
     row_places = {
         (rows.dim + width - rank, rows.before) for rank, rows in indexed_by if rows.dim is not None
     }

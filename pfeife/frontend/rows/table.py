@@ -38,7 +38,7 @@ def _target(operation: RowOperation) -> Any:
 
 def _item(operation: RowOperation) -> Any:
     source, index = operation.node.args
-    rows = operation.known[source]  # type: ignore[index]
+    rows = operation.rows_of[source]  # type: ignore[index]
     return rows[index] if isinstance(rows, tuple) else rows  # type: ignore[index]
 
 

@@ -75,7 +75,7 @@ class RowOperation:
 
     node: fx.Node
     arguments: Mapping[str, Any]
-    known: Mapping[fx.Node, Any]
+    rows_of: Mapping[fx.Node, Any]
     rows: int
     twin: fx.Node | None
 
@@ -97,7 +97,7 @@ class RowOperation:
         """The tensors that it reads."""
         nodes: list[fx.Node] = []
         fx.node.map_arg(tuple(self.arguments.values()), nodes.append)
-        return [(node, self.known[node]) for node in nodes]
+        return [(node, self.rows_of[node]) for node in nodes]
 
     @property
     def maybe(self) -> frozenset[int]:
@@ -107,7 +107,7 @@ class RowOperation:
     def of(self, name: str) -> Rows:
         """What is known of an operand: a tensor, or a number."""
         argument = self.arguments[name]
-        return self.known[argument] if isinstance(argument, fx.Node) else self.number(name)
+        return self.rows_of[argument] if isinstance(argument, fx.Node) else self.number(name)
 
     def number(self, name: str) -> Rows:
         """A number is fixed, or counts rows: the twin has the one for twice the rows."""
