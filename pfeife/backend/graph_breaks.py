@@ -20,7 +20,7 @@ from pfeife import _torch
 from pfeife.backend.graphs import BatchedGraph
 from pfeife.backend.settings.options import Options
 from pfeife.frontend.arguments import Argument, fake_like
-from pfeife.frontend.capture import as_last
+from pfeife.frontend.capture import reduced_as
 from pfeife.frontend.captured import Captured
 from pfeife.frontend.dynamo import copied
 from pfeife.frontend.results import Loss
@@ -171,7 +171,7 @@ def _alone(port: Port) -> Port:
     """A result of the only microbatch."""
     if port.role == Role.LOSS:
         return attrs.evolve(port, reduction="mean")
-    return as_last(port) if port.role == Role.OUTPUT else port
+    return reduced_as(port, "last") if port.role == Role.OUTPUT else port
 
 
 def _without(module: fx.GraphModule, kept: Sequence[int]) -> fx.GraphModule:

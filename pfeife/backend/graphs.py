@@ -16,7 +16,6 @@ from pfeife.frontend.arguments import (
     Argument,
     Inputs,
     at_sizes,
-    describe,
     fake_like,
     with_open_sizes,
 )
@@ -24,6 +23,7 @@ from pfeife.frontend.cache.capture_cache import Folder
 from pfeife.frontend.capture import with_flags, with_reductions
 from pfeife.frontend.captured import Captured, Door, part_shape
 from pfeife.frontend.checks.check_capture import Doubled
+from pfeife.frontend.describe import describe
 from pfeife.frontend.dynamo import dynamo_forward
 from pfeife.frontend.forward import Forward
 from pfeife.frontend.joint import trace

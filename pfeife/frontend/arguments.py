@@ -1,10 +1,10 @@
-"""What the arguments of Dynamo's graph are: state by its fully qualified names, batch, sizes."""
+"""What is known of a step's arguments, by whichever door they were found: names, roles, sizes."""
 
 import builtins
 import keyword
 import re
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -12,9 +12,6 @@ import torch
 from torch import fx, nn
 
 from pfeife import _torch
-from pfeife.frontend.checks.foreign_generators import check_draws
-from pfeife.frontend.trace.data_writes import check_given
-from pfeife.ir.nodes import returned
 from pfeife.ir.parts import Assumption, Role
 
 
@@ -86,75 +83,9 @@ class Inputs:
         return "partly in training" if True in modes else "in evaluation"
 
 
-def describe(
-    module: fx.GraphModule,
-    examples: Iterable[Any],
-    device: torch.device | None = None,
-    caller_tensors: Mapping[int, Given] | None = None,
-    whole: bool = False,
-) -> Inputs:
-    """What every placeholder of Dynamo's graph is. Called while Dynamo compiles.
-
-    Sizes that Dynamo leaves open are those of a microbatch; `whole`, of the batch of a call, and
-    who cuts it makes numbers of them.
-
-    `caller_tensors` has what the caller hands over, by the identity of the example. Without it,
-    tensors that are neither parameters nor buffers come out as constants: who knows the batch says
-    which of them are cut into microbatches. Meta tensors become fake ones on `device`. Raises
-    ValueError for a tensor inside of an argument that is not among `caller_tensors`, and for draws
-    of Python's and numpy's.
-    """
-    check_draws(module)
-    nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
-    sources = [_torch.placeholder_source(node) for node in nodes]
-    describer = _Describer(module, sources, device, caller_tensors, whole)
-    arguments = [
-        describer.argument(node, source, example)
-        for node, source, example in zip(nodes, sources, examples, strict=True)
-    ]
-    # Once all arguments are known: an assumption may be about sizes of several.
-    describer.symbols.assume()
-    arguments = _with_names_of_sizes(arguments, describer.taken)
-    pairs = zip(nodes, arguments, strict=True)
-    check_given(module, {n for n, a in pairs if a.given and a.role in (Role.BATCH, Role.CONSTANT)})
-    modules = weakref.WeakSet(
-        holder for holder in describer.holders if isinstance(holder, nn.Module)
-    )
-    assigned = {node.name: places for node, places in _torch.assigned().items()}
-    assignments = {
-        index: _kept(assigned[node.name], sources)
-        for index, node in enumerate(returned(module))
-        if node.name in assigned
-    }
-    moved = {
-        at: _assigned_name(place)
-        for at, (node, source) in enumerate(zip(nodes, sources, strict=True))
-        for place in assigned.get(node.name, ())
-        if place != source and not _hidden(place, describer.order)
-    }
-    constants = _torch.assigned_constants()
-    numbers = {_assigned_name(place): constant for place, constant in constants.items()}
-    settled = {
-        _assigned_name(place)
-        for place, constant in constants.items()
-        if _torch.is_there(place, constant)
-    }
-    assumed_sources = _torch.assumed_values()
-    assumed = frozenset(at for at, source in enumerate(sources) if source in assumed_sources)
-    return Inputs(
-        arguments,
-        describer.roots,
-        modules,
-        assignments,
-        moved,
-        numbers,
-        assumed,
-        settled=frozenset(settled),
-    )
-
-
-def _with_names_of_sizes(arguments: Sequence[Argument], taken: set[str]) -> list[Argument]:
+def with_names_of_sizes(arguments: Sequence[Argument], taken: set[str]) -> list[Argument]:
     """The arguments, of which sizes are called after the first tensor that has them."""
+    # Dynamo calls a size s0: that says nothing to who reads a program or passes the size by name.
     places: dict[Any, str] = {}
     for argument in arguments:
         shape = argument.example.shape if isinstance(argument.example, torch.Tensor) else ()
@@ -177,30 +108,23 @@ def at_sizes(
     """The same inputs for arguments of such shapes (a number for one that is none), which decide
     what a trace assumes of symbolic sizes; or, `fixed`, for nothing but these. They are of a mode
     of their own, if none is given."""
-    values: dict[Any, int] = {}
-    for argument, shape in zip(inputs.arguments, shapes, strict=True):
-        if argument.role == Role.SIZE:
-            values[_torch.symbol_named(argument.example)] = int(shape)
-        elif isinstance(argument.example, torch.Tensor):
-            named = map(_torch.symbol_named, argument.example.shape)
-            values |= {
-                symbol: n for symbol, n in zip(named, shape, strict=True) if symbol is not None
-            }
+    examples = [argument.example for argument in inputs.arguments]
     mode = mode or _torch.symbolic_mode()
-    symbols = _torch.Symbols(mode, values, fixed)
-    arguments = [_at_sizes(argument, mode, symbols) for argument in inputs.arguments]
-    return attrs.evolve(inputs, arguments=arguments)
+    symbols = _torch.Symbols(mode, _numbers_of_symbols(examples, shapes), fixed)
 
+    def at(argument: Argument) -> Argument:
+        example = argument.example
+        if argument.role == Role.SIZE:
+            size = symbols(example)
+            # A size that is a plain number here has no port: nothing in the graph would read it.
+            role = None if type(size) is int else Role.SIZE
+            return attrs.evolve(argument, role=role, example=size)
+        if not isinstance(example, torch.Tensor):
+            return argument
+        fake = fake_like(mode, example, *by_symbols(example, symbols))
+        return attrs.evolve(argument, example=fake)
 
-def _at_sizes(argument: Argument, mode: Any, symbols: _torch.Symbols) -> Argument:
-    example = argument.example
-    if argument.role == Role.SIZE:
-        size = symbols(example)
-        return attrs.evolve(argument, role=None if type(size) is int else Role.SIZE, example=size)
-    if not isinstance(example, torch.Tensor):
-        return argument
-    shape, strides = (list(map(symbols, numbers)) for numbers in (example.shape, example.stride()))
-    return attrs.evolve(argument, example=fake_like(mode, example, shape, strides))
+    return attrs.evolve(inputs, arguments=[at(argument) for argument in inputs.arguments])
 
 
 def with_open_sizes(inputs: Inputs, examples: Sequence[Any], rows: Sequence[Any]) -> Inputs:
@@ -208,14 +132,9 @@ def with_open_sizes(inputs: Inputs, examples: Sequence[Any], rows: Sequence[Any]
     that count `rows` are the rows of a microbatch here: as an argument that is such a size, a
     symbol is told by the tensors alone."""
     counted = [size.node.expr for size in rows]
-    mode, values = _torch.symbolic_mode(), dict[Any, int]()
-    for argument, example in zip(inputs.arguments, examples, strict=True):
-        if isinstance(argument.example, torch.Tensor):  # else a float that Dynamo has as a tensor
-            pairs = zip(example.shape, argument.example.shape, strict=True)
-            values |= {_torch.symbol_named(size): int(n) for size, n in pairs}
-        elif isinstance(example, torch.SymInt):
-            values[_torch.symbol_named(example)] = argument.example
-    symbols = _torch.Symbols(mode, values)
+    mode, own = _torch.symbolic_mode(), [argument.example for argument in inputs.arguments]
+    sizes = [value.shape if isinstance(value, torch.Tensor) else value for value in own]
+    symbols = _torch.Symbols(mode, _numbers_of_symbols(examples, sizes))
 
     def at(argument: Argument, example: Any) -> Argument:
         if isinstance(example, torch.SymInt):
@@ -223,24 +142,36 @@ def with_open_sizes(inputs: Inputs, examples: Sequence[Any], rows: Sequence[Any]
             is_port = isinstance(size, torch.SymInt) and example.node.expr not in counted
             role, names = (Role.SIZE, (argument.name,)) if is_port else (None, ())
             return attrs.evolve(argument, role=role, names=names, example=size)
-        if not isinstance(argument.example, torch.Tensor):
+        if not isinstance(argument.example, torch.Tensor):  # a float that Dynamo has as a tensor
             return argument
-        own, strides = argument.example, None
-        shape = list(map(symbols, example.shape))
-        if argument.batch_dim is None:
-            strides = list(map(symbols, example.stride()))
-        return attrs.evolve(argument, example=fake_like(mode, own, shape, strides))
+        shape, strides = by_symbols(example, symbols)
+        # A microbatch's part of the batch is not laid out as the whole of it.
+        laid_out = None if argument.batch_dim is not None else strides
+        return attrs.evolve(argument, example=fake_like(mode, argument.example, shape, laid_out))
 
     arguments = [at(*pair) for pair in zip(inputs.arguments, examples, strict=True)]
     symbols.assume()
     taken = {argument.name for argument in arguments}
-    return attrs.evolve(inputs, arguments=_with_names_of_sizes(arguments, taken))
+    return attrs.evolve(inputs, arguments=with_names_of_sizes(arguments, taken))
+
+
+def _numbers_of_symbols(examples: Sequence[Any], sizes: Sequence[Any]) -> dict[Any, int]:
+    """What the symbols in examples are where these have such shapes, or are such numbers."""
+    numbers: dict[Any, int] = {}
+    for example, size in zip(examples, sizes, strict=True):
+        if isinstance(example, torch.SymInt):
+            numbers[_torch.symbol_named(example)] = int(size)
+        elif isinstance(example, torch.Tensor) and isinstance(size, Sequence):
+            pairs = zip(map(_torch.symbol_named, example.shape), size, strict=True)
+            numbers |= {symbol: int(n) for symbol, n in pairs if symbol is not None}
+    return numbers
 
 
 def text_of(module: fx.GraphModule, inputs: Inputs) -> str:
     """What tells Dynamo's graph from others of the same step: its operations, what it is called
     with, and what of torch its program depends on (where that can be told)."""
     graphs = [graph for graph in module.modules() if isinstance(graph, fx.GraphModule)]
+    # By identity: graphs of the same text may hold tensors of other values.
     constants = [
         (name, id(value))
         for graph in graphs
@@ -257,6 +188,9 @@ def text_of(module: fx.GraphModule, inputs: Inputs) -> str:
         for argument in inputs.arguments
         if isinstance(argument.example, torch.Tensor)
     )
+    # Beside the graph, kernels and precisions decide what AOTAutograd makes of it. Where these
+    # cannot be told, the reason stands in their place: two graphs for one reason are taken for
+    # one, as within a process it is the same torch.
     devices = {tensor.device for tensor in tensors}
     try:
         around = _torch.surroundings(sorted(devices, key=str))
@@ -275,156 +209,9 @@ def _layout(example: Any, example_value: Any) -> Any:
     return like.shape, like.stride(), example.dtype, example.device, example.requires_grad
 
 
-class _Describer:
-    """Describes placeholders one after another, so that no two arguments have one name.
-
-    A source is the outermost module's, its base, and the path of modules from there; the path is
-    the fully qualified name, below the base's own name where the step uses several modules:
-
-        L['self'].model._modules['a']._parameters['w']  ->  base L['self'].model, path a.w
-    """
-
-    def __init__(
-        self,
-        module: fx.GraphModule,
-        sources: Sequence[str],
-        device: torch.device | None,
-        caller_tensors: Mapping[int, Given] | None,
-        whole: bool,
-    ):
-        self.whole = whole
-        self.bases = dict.fromkeys(base for base, path, _ in map(_split_source, sources) if path)
-        self.holders = [_torch.source_value(base) for base in self.bases]
-        self.names = dict(zip(self.bases, map(aliases, self.holders), strict=True))
-        roots = (*self.bases, *_other_roots(module, self.bases))
-        self.roots = {base: _torch.source_words(base)[-1] for base in roots}
-        self.order = _torch.frame_arguments()
-        self.device, self.given = device, caller_tensors
-        self.mode = _torch.symbolic_mode()
-        self.symbols = _torch.Symbols(self.mode)
-        self.taken: set[str] = set()
-        self.known: dict[str, int] = {}  # tensors by the names that they have
-
-    def argument(self, placeholder: fx.Node, source: str, example: Any) -> Argument:
-        """What one placeholder is, by its source and the value that Dynamo calls the graph with."""
-        spelled = ".".join(_torch.source_words(source))
-        example_value = None if self.whole else placeholder.meta.get("example_value")
-        if isinstance(example_value, torch.SymInt):
-            # Each microbatch begins at another place of the batch's memory.
-            is_place = spelled.endswith(".storage_offset")
-            size = int(example_value.node.hint) if is_place else self.symbols(example_value)
-            role = None if isinstance(size, int) else Role.SIZE
-            return Argument(placeholder.name, role, (spelled,), size)
-        if not isinstance(example, torch.Tensor):
-            return Argument(placeholder.name, None, (), example)
-        if example.is_nested:
-            raise ValueError(
-                f"input {spelled} is a nested tensor, which has no "
-                "rows of equal size to cut; pass dense tensors (padded, with a mask)"
-            )
-        handed = (self.given or {}).get(id(example))
-        role = self._role(source, example, handed)
-        names = (handed.name,) if handed else self._names(source, example, spelled)
-        if self.known.get(names[0], id(example)) != id(example):  # two tensors of one name
-            names = (_unique(spelled, set(self.known)),)
-        self.known[names[0]] = id(example)
-        root = _argument_of(source)
-        at = self.order.index(root) if root in self.order else 0
-        inside = root in self.order and not _split_source(source)[1]
-        return Argument(
-            port_name(names[0], self.taken),
-            role,
-            names,
-            self._fake(example_value, example),
-            batch_dim=handed.batch_dim if handed else None,
-            position=handed.position if handed else at,
-            given=handed is not None or inside,
-        )
-
-    def _fake(self, example_value: Any, example: torch.Tensor) -> torch.Tensor:
-        """A tensor without storage as an argument is, of symbolic sizes where Dynamo's are."""
-        if not isinstance(example_value, torch.Tensor):
-            return fake_like(self.mode, example, device=self.device)
-        shape, strides = (
-            list(map(self.symbols, n)) for n in (example_value.shape, example_value.stride())
-        )
-        return fake_like(self.mode, example, shape, strides, self.device)
-
-    def _role(self, source: str, example: torch.Tensor, handed: Given | None) -> Role:
-        if handed:
-            return Role.CONSTANT if handed.whole else Role.BATCH
-        slot = _split_source(source)[2]
-        if slot == "_parameters" or isinstance(example, nn.Parameter):
-            return Role.PARAMETER
-        if slot == "_buffers":
-            return Role.BUFFER
-        if self.given is not None and _hidden(source, self.order):
-            raise ValueError(
-                f"{'.'.join(_torch.source_words(source))} is a tensor inside of an argument that "
-                "Pfeife does not look into, so it cannot be cut into microbatches: pass tensors, "
-                "or lists, tuples, dicts, mappings or dataclasses of them"
-            )
-        return Role.CONSTANT
-
-    def _names(self, source: str, example: torch.Tensor, spelled: str) -> tuple[str, ...]:
-        """A tied parameter has the names of all its uses, the first one first."""
-        base, path, _ = _split_source(source)
-        if not path:
-            return (spelled,)
-        prefix = f"{self.roots[base]}." if len(self.bases) > 1 else ""
-        return tuple(prefix + name for name in self.names[base].get(id(example), (path,)))
-
-
-def _kept(places: Sequence[str], sources: Sequence[str]) -> Kept:
-    # Dynamo may read an attribute by its object's `__dict__`, and writes it by its name.
-    read = [re.sub(r"\.__dict__\['(\w+)'\]", r".\1", source) for source in sources]
-    replaces = tuple(read.index(place) for place in places if place in read)
-    return Kept(_assigned_name(places[0]), replaces)
-
-
-def _assigned_name(place: str) -> str:
-    """What a person calls an attribute, or an entry of what it will be, whether they are there
-    already or not."""
-    cut = len(place)
-    # Cut from the end until something is there: the rest is what the step will make.
-    while cut > 0 and _torch.source_value(place[:cut]) is None:
-        cut = max(place.rfind(".", 0, cut), place.rfind("[", 0, cut))
-    prefix = place[: max(cut, 0)] or place
-    return ".".join([*_torch.source_words(prefix), *re.findall(r"\w+", place[len(prefix) :])])
-
-
-def _hidden(source: str, order: Sequence[str]) -> bool:
-    """Whether a tensor is inside of an argument of the step, other than in a module."""
-    holder = _torch.source_value(source.rpartition(".")[0])
-    return _argument_of(source) in order and not isinstance(holder, nn.Module)
-
-
-def _other_roots(module: fx.GraphModule, bases: Collection[str]) -> set[str]:
-    """Dynamo's names of the outermost modules that have no parameters in the graph."""
-    stacks = [node.meta.get("nn_module_stack") or {} for node in module.graph.nodes]
-    roots = {next(iter(stack.values()))[0] for stack in stacks if stack}
-    return {root for root in roots if not any(is_below(root, base) for base in bases)}
-
-
 def is_below(path: str, base: str) -> bool:
     """Whether a module is another one or inside of it, by Dynamo's names."""
     return path == base or path.startswith(f"{base}.")
-
-
-def _split_source(source: str) -> tuple[str, str, str]:
-    """`L['m']._modules['a']._buffers['b']` as ("L['m']", "a.b", "_buffers")."""
-    step = r"\.(_modules|_parameters|_buffers)\['([^']+)'\]"
-    run = re.search(rf"(?:{step})+$", source)
-    if not run:
-        return source, "", ""
-    steps = list(re.finditer(step, run.group()))
-    return source[: run.start()], ".".join(s[2] for s in steps), steps[-1][1]
-
-
-def _argument_of(source: str) -> str:
-    """The local variable that a source starts with, "" for a global."""
-    match = re.match(r"L\['([^']+)'\]", source)
-    return match[1] if match else ""
 
 
 def aliases(root: Any) -> dict[int, list[str]]:
@@ -444,29 +231,34 @@ _RESERVED = re.compile(r"(self|seed|loss)$|(output|tangent|grad|new)_")
 
 def port_name(name: str, taken: set[str]) -> str:
     """What the port is called of an argument with a name, which may have dots; no two have one."""
-    return _unique(re.sub(r"\W", "_", name), taken)
+    return unique_name(re.sub(r"\W", "_", name), taken)
 
 
-def sizes_of_arguments(arguments: Sequence[Argument]) -> dict[Any, tuple[str, torch.SymInt]]:
-    """The symbolic sizes of arguments and what they are called in a program, by their symbols."""
+def sizes_of_arguments(
+    arguments: Sequence[Argument],
+) -> tuple[dict[Any, torch.SymInt], dict[Any, Any]]:
+    """The symbolic sizes of arguments, and the symbols that they are in a program, whose names are
+    those of ports; both by their symbols."""
     sizes = [(a.name, a.example) for a in arguments if a.role == Role.SIZE]
     taken = {argument.name for argument in arguments}
     for argument in arguments:
         shape = argument.example.shape if isinstance(argument.example, torch.Tensor) else ()
         sizes += [(f"{argument.name}_size_{dim}", size) for dim, size in enumerate(shape)]
-    by_symbol: dict[Any, tuple[str, torch.SymInt]] = {}
+    open_sizes, names = dict[Any, torch.SymInt](), dict[Any, Any]()
     for name, size in sizes:
         symbol = _torch.symbol_named(size)
-        if symbol is not None and symbol not in by_symbol:
-            name = name if name in taken else port_name(name, taken)
-            by_symbol[symbol] = name, size
-    return by_symbol
+        if symbol is not None and symbol not in open_sizes:
+            own_name = name if name in taken else port_name(name, taken)
+            open_sizes[symbol], names[symbol] = size, _torch.name_of_size(own_name)
+    return open_sizes, names
 
 
-def _unique(name: str, taken: set[str]) -> str:
+def unique_name(name: str, taken: set[str]) -> str:
+    """A name for a port like the given one that is not taken; from then on it is."""
     name = name if re.match(r"[A-Za-z_]", name) else f"_{name}"
     if keyword.iskeyword(name) or hasattr(builtins, name) or _RESERVED.match(name):
         name = f"in_{name}"
+    # Otherwise fx renames the node, and a port would not have the name of its node.
     candidate, count = name, 0
     while candidate in taken:
         count += 1
@@ -487,6 +279,7 @@ def fake_like(
     device."""
     place = device if device and tensor.device.type == "meta" else tensor.device
     like: dict[str, Any] = {"dtype": tensor.dtype, "device": place}
+    # With the strides of the argument: what is a view of a transposed tensor would else be a copy.
     if shape is None:
         shape, strides = tensor.shape, tensor.stride()
     with mode:
@@ -496,3 +289,10 @@ def fake_like(
             else torch.empty_strided(shape, strides, **like)
         )
     return fake.requires_grad_(tensor.requires_grad)
+
+
+def by_symbols(
+    example: torch.Tensor, symbols: Callable[[Any], Any]
+) -> tuple[Sequence[Any], Sequence[Any]]:
+    """The shape and the strides of an example, of which `symbols` makes those of another mode."""
+    return list(map(symbols, example.shape)), list(map(symbols, example.stride()))

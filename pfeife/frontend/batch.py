@@ -14,8 +14,6 @@ from torch.utils import _pytree as pytree
 
 from pfeife import _torch
 
-Made = Callable[[Sequence[Any]], Any]
-
 
 @attrs.frozen(eq=False)
 class Leaf:
@@ -121,27 +119,30 @@ class Cutter:
     ) -> Arguments:
         """Raises ValueError for arguments that cannot be cut; they are those of one of so many
         batches that are `apart`."""
-        entries, rebuild = _opened((args, dict(kwargs)), self._dims(args, kwargs))
-        names = self._names(args)
-        named = [(_named(path, names), value, dim) for path, value, dim in entries]
+        arguments, names = (args, dict(kwargs)), self._names(args)
+        opened = _opened(arguments)
+        pairs, structure = pytree.tree_flatten_with_path(opened)
+        dims = _torch.leaf_dims(self._dims(args, kwargs), opened)
+        named = [
+            (_named(path, names), value, dim)
+            for (path, value), dim in zip(pairs, dims, strict=True)
+        ]
         for name, value, _ in named:
             _check_kind(name, value)
-        batch = {n: (v, _dim(n, v, d)) for n, v, d in named if d is not None and _is_cut(v)}
-        rows = self._rows({n: v.shape[d] for n, (v, d) in batch.items()})
+        tensors = [(n, v, _dim(n, v, d)) for n, v, d in named if _is_tensor(v)]
+        rows = self._rows({n: v.shape[d] for n, v, d in tensors if d is not None})
         count = self._count(rows, self.microbatches // apart, self.replicas // apart)
-        first_parts: dict[tuple[int, int | None], torch.Tensor] = {}
-        leaves = []
-        for name, value, _ in named:
-            if _is_tensor(value):
-                dim = batch[name][1] if name in batch else None
-                key = (id(value), dim)
-                if key not in first_parts:  # one tensor that comes twice stays one
-                    first_parts[key] = _first(value, dim, count)
-                leaves.append(Leaf(name, value, dim, first_parts[key]))
+        # By identity: one tensor that comes twice stays one.
+        firsts = {(id(value), dim): _first(value, dim, count) for _, value, dim in tensors}
+        leaves = [Leaf(name, value, dim, firsts[id(value), dim]) for name, value, dim in tensors]
 
         def made(tensors: Iterable[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
             rest = iter(tensors)
-            return rebuild([next(rest) if _is_tensor(value) else value for _, value, _ in named])
+            values = [next(rest) if _is_tensor(value) else value for _, value, _ in named]
+            remade: tuple[tuple[Any, ...], dict[str, Any]] = _closed(
+                arguments, pytree.tree_unflatten(values, structure)
+            )
+            return remade
 
         plain_values = {name: value for name, value, _ in named if not _is_tensor(value)}
         call = Arguments(
@@ -160,6 +161,7 @@ class Cutter:
 
     def _dims(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if not isinstance(self.in_dims, Mapping):
+            # As in torch.vmap, a prefix is about positional arguments alone.
             return self.in_dims, dict.fromkeys(kwargs, 0)
         names = self._names(args)
         unknown = sorted(map(str, set(self.in_dims) - {*names, *kwargs}))
@@ -182,6 +184,7 @@ class Cutter:
 
     def _rows(self, sizes: Mapping[str, int]) -> int:
         """The rows of the batch. Raises ValueError if the arguments do not agree on them."""
+        # What has the fewest rows is the batch: others may have several rows for each of its rows.
         fewest = min(sizes.values(), default=0)
         several = {name: size for name, size in sizes.items() if size != fewest}
         # Who says where the batch is may have several rows of an input for each of its rows.
@@ -207,6 +210,7 @@ class Cutter:
         if not torch.is_grad_enabled():  # an evaluation, whose first batch may be its only one
             most = max(most, rows // wanted, 1)
         for count in range(1, rows + 1):
+            # No microbatch may be larger than one that has fitted into memory before.
             small = rows // count <= most
             if self.fit_smaller and small and rows % count == 0 and count % replicas == 0:
                 return count
@@ -236,9 +240,9 @@ def _signature(step: Callable[..., Any]) -> inspect.Signature:
         return inspect.signature(lambda *args, **kwargs: None)
 
 
-def _named(path: tuple[str, ...], names: Sequence[str]) -> str:
-    """`("0", "1", "x")` is the x of the second positional argument, `("1", "y")` the argument y."""
-    kind, first, *rest = path
+def _named(path: Sequence[Any], names: Sequence[str]) -> str:
+    """`[0]["1"]["x"]` is the x of the second positional argument, `[1]["y"]` the argument y."""
+    kind, first, *rest = (str(key_of(key)) for key in path)
     return ".".join([names[int(first)] if kind == "0" else first, *rest])
 
 
@@ -247,11 +251,10 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
 
 
-def _is_cut(value: Any) -> bool:
-    return _is_tensor(value) and value.dim() > 0
-
-
-def _dim(name: str, value: torch.Tensor, dim: Any) -> int:
+def _dim(name: str, value: torch.Tensor, dim: Any) -> int | None:
+    """Where a tensor is cut, counted from the front; None if it goes whole to every microbatch."""
+    if dim is None or not value.dim():
+        return None
     if type(dim) is not int:
         raise ValueError(f"in_dims: {name} has {dim!r}, which is no number of a dimension or None")
     if not -value.dim() <= dim < value.dim():
@@ -271,6 +274,7 @@ def _grown(leaf: Leaf, times: int) -> torch.Tensor:
 def _laid_as(first: torch.Tensor, grown: torch.Tensor, dim: int) -> torch.Tensor:
     """A tensor that has grown along a dimension, in memory as it was: a view of it (flatten) is a
     copy where it was one. Contiguous where elements share memory."""
+    # The layout decides which kernel runs, and whether a `view` fails: more rows have the same.
     at = first.stride(dim)
     # What lies outside of the grown dimension is so many times as far apart.
     strides = [s * grown.shape[dim] // first.shape[dim] if s > at else s for s in first.stride()]
@@ -287,6 +291,7 @@ def _laid_as(first: torch.Tensor, grown: torch.Tensor, dim: int) -> torch.Tensor
 def _first(value: torch.Tensor, dim: int | None, count: int) -> torch.Tensor:
     """What the first microbatch has of a tensor: a leaf of its own for autograd."""
     part = value if dim is None else value.narrow(dim, 0, value.shape[dim] // count)
+    # Detached: what is asked for the gradient of a microbatch must not run into the caller's graph.
     part = part.detach().requires_grad_(value.requires_grad)
     _torch.copy_marks(value, part)
     return part
@@ -306,32 +311,28 @@ def _check_kind(name: str, value: Any) -> None:
         )
 
 
-def _opened(value: Any, dims: Any) -> tuple[list[tuple[tuple[str, ...], Any, int | None]], Made]:
-    """The leaves below a value with their paths and dimensions, and what makes such a value of
-    other leaves. Mappings and dataclasses that torch's pytrees take for leaves are opened too."""
-    pairs, spec = pytree.tree_flatten_with_path(value)
-    each = _torch.leaf_dims(dims, value)
-    entries: list[tuple[tuple[str, ...], Any, int | None]] = []
-    makers: list[tuple[int, Made | None]] = []
-    for (keys, leaf), dim in zip(pairs, each, strict=True):
-        path = tuple(str(key_of(key)) for key in keys)
+def _opened(value: Any) -> Any:
+    """A value in which mappings and dataclasses that torch's pytrees take for leaves are dicts."""
+
+    def opened(leaf: Any) -> Any:
+        fields = fields_of(leaf)
+        return leaf if fields is None else {name: _opened(field) for name, field in fields.items()}
+
+    return pytree.tree_map(opened, value)
+
+
+def _closed(like: Any, opened: Any) -> Any:
+    """A value as the one that was `_opened`, with what stands in its place now."""
+
+    def closed(leaf: Any, part: Any) -> Any:
         fields = fields_of(leaf)
         if fields is None:
-            entries.append((path, leaf, dim))
-            makers.append((1, None))
-            continue
-        below, make = _opened(fields, dim)
-        entries += [((*path, *inner), inner_leaf, d) for inner, inner_leaf, d in below]
-        makers.append((len(below), functools.partial(_remade, leaf, make)))
+            return part
+        return _remade(leaf, {name: _closed(fields[name], part[name]) for name in fields})
 
-    def rebuild(leaves: Sequence[Any]) -> Any:
-        rest = iter(leaves)
-        parts = [(make, [next(rest) for _ in range(count)]) for count, make in makers]
-        return pytree.tree_unflatten(
-            [values[0] if m is None else m(values) for m, values in parts], spec
-        )
-
-    return entries, rebuild
+    leaves, structure = pytree.tree_flatten(like)
+    parts = structure.flatten_up_to(opened)
+    return pytree.tree_unflatten(list(map(closed, leaves, parts)), structure)
 
 
 def key_of(key: Any) -> int | str:
@@ -346,6 +347,7 @@ def key_of(key: Any) -> int | str:
 def fields_of(leaf: Any) -> dict[str, Any] | None:
     """What is inside of a mapping or a dataclass, None for anything else; a mapping that cannot be
     written to could not be made anew of microbatches."""
+    # Of these torch's pytrees know only the exact types that are registered, such as dict.
     if isinstance(leaf, MutableMapping):
         return {str(name): leaf[name] for name in leaf}
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
@@ -353,15 +355,13 @@ def fields_of(leaf: Any) -> dict[str, Any] | None:
     return None
 
 
-def _remade(like: Any, make: Made, leaves: Sequence[Any]) -> Any:
+def _remade(like: Any, fields: Mapping[str, Any]) -> Any:
     """A mapping or a dataclass of the same kind with other contents."""
-    fields = make(leaves)
-    if dataclasses.is_dataclass(like) and not isinstance(like, Mapping):
-        remade = copy.copy(like)
-        for name, value in fields.items():
-            object.__setattr__(remade, name, value)
-        return remade
     remade = copy.copy(like)
-    for name in like:
-        remade[name] = fields[str(name)]
+    if isinstance(like, Mapping):
+        for name in like:
+            remade[name] = fields[str(name)]
+    else:
+        for name, value in fields.items():
+            object.__setattr__(remade, name, value)  # a frozen one, too
     return remade

@@ -11,11 +11,12 @@ import torch
 from torch import fx
 
 from pfeife.data.progress import Progress
-from pfeife.frontend.arguments import Given, Inputs, describe
+from pfeife.frontend.arguments import Given, Inputs
 from pfeife.frontend.batch import Arguments, Cutter
 from pfeife.frontend.cache.capture_cache import Folder
 from pfeife.frontend.captured import Captured, Door, neither, taken
 from pfeife.frontend.deferred.tensors import deferred_tensors, prepare
+from pfeife.frontend.describe import describe
 from pfeife.frontend.dynamo import copied, dynamo_forward, dynamo_graph
 from pfeife.frontend.forward import Forward
 from pfeife.frontend.joint import trace
@@ -70,25 +71,16 @@ def capture(
     report = progress or (lambda done, total: None)
     report(0, 3)
     cutter = Cutter(step, None, 1)
-    call = cutter(example_microbatch, kwargs)
-    steps = _Doors(step, call, torch.device(device))
-
-    grown = functools.cache(lambda times: steps.by(through, times=times))
-
-    @functools.cache  # the rules of one row and of two ask for the same
-    def larger(gradients: bool, times: int) -> Program:
-        return trace(*grown(times), loss, gradients=gradients, cache=cache).program
-
+    steps = _Doors(step, cutter(example_microbatch, kwargs), torch.device(device))
     # Before any door: Dynamo reads the values of tensors without dimensions.
-    prepare(deferred_tensors(step, call.others))
+    prepare(deferred_tensors(step, steps.call.others))
     through, refused, forward_and_inputs = steps.first(door)
     log.info("%s", taken(cutter.name, through, refused))
     report(1, 3)
     flat = trace(*forward_and_inputs, loss, cache=cache)
     report(2, 3)
-    captured = with_flags(
-        with_reductions(flat, loss_reduction, larger), forward_and_inputs[1].flags
-    )
+    reduced = with_reductions(flat, loss_reduction, steps.larger(through, loss, cache))
+    captured = with_flags(reduced, forward_and_inputs[1].flags)
     report(3, 3)
     if captured.warning():
         log.warning(captured.warning())
@@ -112,12 +104,22 @@ class _Doors:
             return door, None, self.by(door)
         try:
             return "dynamo", None, self.by("dynamo")
-        except Exception as error:
+        except Exception as error:  # of whatever kind: a trace, which runs the step, may take it
             refused = error
         try:
             return "trace", refused, self.by("trace")
         except Exception as error:
             raise neither(refused, error) from error
+
+    def larger(self, door: Door, loss: Loss, cache: Folder) -> Larger:
+        """Gives the program for so many times as many rows, with or without gradients."""
+        # The rules of one row and of two ask for the same ones.
+        grown = functools.cache(lambda times: self.by(door, times=times))
+        return functools.cache(
+            lambda gradients, times: (
+                trace(*grown(times), loss, gradients=gradients, cache=cache).program
+            )
+        )
 
     def by(self, door: Door, times: int = 1) -> tuple[Forward, Inputs]:
         """The step's forward and its inputs, for so many times as many rows."""
@@ -150,13 +152,10 @@ class _Doors:
 
 def with_flags(captured: Captured, flags: Collection[int]) -> Captured:
     """The same where flags, results by their indices, are added up over microbatches."""
+    # Each is 1 in a microbatch where the trace would be wrong: the sum counts these microbatches.
     names = tuple(captured.results[index] for index in flags)
-    ports = [
-        attrs.evolve(port, reduction="sum", counts=(), batch_dim=None)
-        if port.name in names
-        else port
-        for port in captured.program.outputs
-    ]
+    outputs = captured.program.outputs
+    ports = [reduced_as(port, "sum") if port.name in names else port for port in outputs]
     program = attrs.evolve(captured.program, outputs=tuple(ports))
     unknown = {name: why for name, why in captured.unknown.items() if name not in names}
     return attrs.evolve(captured, program=program, unknown=unknown, flags=names)
@@ -175,11 +174,12 @@ def with_reductions(
     program, unknown, mixed = derive_reductions(
         captured.program, loss_reduction, larger, sample, fixed
     )
+    # What the step keeps for its next microbatch is, after a call, what the last one has left.
     last = set(captured.carried.values())
-    outputs = tuple(as_last(port) if port.name in last else port for port in program.outputs)
+    outputs = [reduced_as(p, "last") if p.name in last else p for p in program.outputs]
     return attrs.evolve(
         captured,
-        program=attrs.evolve(program, outputs=outputs),
+        program=attrs.evolve(program, outputs=tuple(outputs)),
         unknown={name: why for name, why in unknown.items() if name not in last},
         mixed={name: why for name, why in mixed.items() if name not in last},
     )
@@ -190,6 +190,6 @@ def _sample(captured: Captured, args: Sequence[Any]) -> Sample:
     return Sample(*(captured.slots(captured.part(args, index)) for index in (0, 1)))
 
 
-def as_last(port: Port) -> Port:
-    """A result of which the last microbatch's value is that of the batch."""
-    return attrs.evolve(port, reduction="last", counts=(), batch_dim=None)
+def reduced_as(port: Port, how: Any) -> Port:
+    """A result whose microbatches are put together so: "last" has the value of the last one."""
+    return attrs.evolve(port, reduction=how, counts=(), batch_dim=None)

@@ -21,6 +21,7 @@ def neither(dynamo: Exception, trace: Exception, cut: str = "") -> Exception:
     """What to say of a step that neither door takes; errors of the step's own are said as they
     are, and what any door has to refuse, once. `cut` says what a microbatch has of the arguments,
     on which a step may fail that runs on the whole batch."""
+    # A trace runs the step, so that what else it raises is an error of the user's own code.
     if not isinstance(trace, ValueError) or isinstance(trace, OwnBackward):
         return trace
     return RefusedByBoth(dynamo, trace, cut if is_torchs(trace.__cause__) else "")
@@ -140,6 +141,7 @@ class Captured:
     def breaks(self, args: Sequence[Any], count: int) -> str:
         """What the program assumes of the sizes of its arguments and is otherwise in a call of so
         many microbatches, "" if nothing."""
+        # With open sizes it holds for all calls that break none of its limits, else for one alone.
         if self.at is None:
             return broken_limit(self.program, self.sizes(args, count))
         ports = zip(self.ports, args, self.at, strict=True)

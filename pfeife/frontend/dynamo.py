@@ -29,6 +29,7 @@ def dynamo_graph(
     results: list[T] = []
 
     def backend(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
+        # Now or never: what the placeholders are (`_torch.placeholder_source`) only Dynamo knows.
         results.append(read(module, examples))
         raise _Enough
 
@@ -63,8 +64,11 @@ class _Run(WritingData):
     """A run of Dynamo's graph. In it modes are switched on and off by calls, so where it ends in
     between (a draw that has no expected value), they are put back as they were."""
 
-    def run(self, *values: Any, **options: Any) -> Any:
+    def __init__(self, module: fx.GraphModule):
+        super().__init__(module)
         self.entered: list[Any] = []
+
+    def run(self, *values: Any, **options: Any) -> Any:
         try:
             with torch.set_grad_enabled(torch.is_grad_enabled()):
                 return super().run(*values, **options)
@@ -112,6 +116,7 @@ _RAISED = "Developer debug context: raised exception "  # of the step's own
 def plain_error(error: Exception) -> Exception:
     """Our own ValueError from inside Dynamo's wrapping, or one that names Dynamo's reason and
     the line of the user's code."""
+    # A ValueError within is ours, or the user's: it says more than that Dynamo has stopped.
     cause: BaseException | None = error
     seen: list[BaseException] = []
     while cause is not None and cause not in seen:  # Dynamo's may be causes of one another

@@ -30,6 +30,7 @@ class Forward:
 
     def shared(self) -> set[int]:
         """The indices of results that look at the storage of another result or of an argument."""
+        # Of fake tensors: they share storage where the real ones do, and have none of their own.
         users: dict[int, int] = {}
         for value in (*self.results, *self.arguments):
             if isinstance(value, torch.Tensor):

@@ -7,17 +7,19 @@ from typing import Any
 
 import attrs
 import torch
-from torch import nn
+from torch import fx, nn
 
 from pfeife import _torch
 from pfeife.frontend.arguments import Argument, Inputs, Kept
 from pfeife.frontend.cache.capture_cache import Folder, kept
 from pfeife.frontend.cache.capture_key import Traceable, key_of
 from pfeife.frontend.captured import Captured
+from pfeife.frontend.descriptors import new_name, registered, result_name, stateless
 from pfeife.frontend.forward import Forward
 from pfeife.frontend.kernel_numbers import read_numbers
-from pfeife.frontend.ports import PortAssigner, new_name, registered, result_name, stateless
+from pfeife.frontend.ports import PortAssigner
 from pfeife.frontend.results import Loss, find_loss
+from pfeife.ir.nodes import has_effects
 from pfeife.ir.parts import Role
 from pfeife.ir.program import Program
 
@@ -80,6 +82,7 @@ def trace(
     `result_dims` says for every result along which dimension microbatches are joined, `cache` in
     which folder programs are kept.
     """
+    # The loss first: what a step assigns anew and is the loss stays the loss.
     at = find_loss(step.results, loss, step.leaves)
     arguments, carried = _with_roles(step, inputs, at)
     # A buffer that is changed in place has its update from AOTAutograd already.
@@ -157,8 +160,45 @@ def _program(traceable: Traceable) -> Program:
         raise
     except Exception as error:  # of a kernel's rules for shapes, say
         raise ValueError(_reason(error)) from error
+    # Numbers first: until they are read they are results, which `Descriptors` would not know.
     read_numbers(joint, len(traceable.step.results))
+    _simplify(joint.graph)
+    _take_changes_apart(joint.graph)
+    # After both, which leave nodes behind that nobody reads.
+    joint.graph.eliminate_dead_code(has_effects)
     return PortAssigner(joint, traceable).program()
+
+
+def _simplify(graph: fx.Graph) -> None:
+    """Takes out what is there for autograd's sake alone: the transpose of a matrix's transpose,
+    of which it makes four for every linear layer, and the detaching of what it saves."""
+    transpose, detach = torch.ops.aten.t.default, torch.ops.aten.detach.default
+    for node in graph.nodes:
+        if node.target is transpose and node.args[0].target is transpose:
+            node.replace_all_uses_with(node.args[0].args[0])
+        elif node.target is detach and node.args[0].op != "placeholder":
+            node.replace_all_uses_with(node.args[0])
+
+
+def _take_changes_apart(graph: fx.Graph) -> None:
+    """Takes out the gradients that would arrive at the new values of parameters that the step
+    changes in place, to which AOTAutograd adds those of the parameters: the step is where they are
+    read last."""
+    tangents = [
+        node
+        for node in graph.nodes
+        if isinstance(node.meta.get("desc"), _torch.TangentAOTInput)
+        and isinstance(node.meta["desc"].output, _torch.InputMutationAOTOutput)
+    ]
+    for tangent in tangents:
+        for user in list(tangent.users):
+            if user.target is torch.ops.aten.add.Tensor and user.args[0] is tangent:
+                user.replace_all_uses_with(user.args[1])
+                graph.erase_node(user)
+        results = next(iter(reversed(graph.nodes)))
+        assert results.op == "output"
+        # Of what the step does not read there is no gradient.
+        results.args = ([None if result is tangent else result for result in results.args[0]],)
 
 
 def _reason(error: Exception) -> str:

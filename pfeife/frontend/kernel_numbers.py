@@ -36,6 +36,7 @@ def read_numbers(joint: fx.GraphModule, results: int) -> None:
         while tensor.target is torch.ops.aten.detach.default:
             tensor = tensor.args[0]
         places = [(node, place) for at, node, place in readers if at == mark]
+        # A number that two kernels read, or none, was made for something else than a momentum.
         if len(places) != 1 or tensor.target is not torch.ops.aten.scalar_tensor.default:
             raise ValueError(
                 "the step computes a momentum from values of tensors, and has no operation that "

@@ -1,12 +1,11 @@
 """How the microbatches of results are joined to the batch's, and its gradients cut again."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import attrs
 import torch
 
-from pfeife.frontend.capture import as_last
+from pfeife.frontend.capture import reduced_as
 from pfeife.frontend.captured import Captured
 from pfeife.frontend.results import Key, index_of
 from pfeife.ir.evaluate import Divisor, add, combined, over
@@ -28,10 +27,9 @@ def check_outputs(captured: Captured, reduce: Mapping[Key, str], count: int) -> 
                 f'"{reductions[port.name]}"'
             )
         if port.role == Role.OUTPUT and port.name in reductions:
-            how: Any = reductions[port.name]
-            port = attrs.evolve(port, reduction=how, counts=(), batch_dim=None)
+            port = reduced_as(port, reductions[port.name])
         if port.role == Role.OUTPUT and _only_kept(captured, port):
-            port = as_last(port)
+            port = reduced_as(port, "last")
         if port.role == Role.OUTPUT and count > 1 and not (port.reduction or _joined(port)):
             raise ValueError(_unjoinable(captured, port))
         ports.append(port)
@@ -66,6 +64,7 @@ def _check_kept(captured: Captured) -> None:
                 f"microbatch: keep a copy ({to} = {inputs[moved].fqn}.clone())"
             )
     for result, assignment in captured.kept.items():
+        # What is carried has a port that the next microbatch reads; all else would be lost.
         for place in assignment.replaces:
             name = captured.arguments[place]
             if name is None or name in captured.carried or inputs[name].role == Role.BATCH:
@@ -132,6 +131,7 @@ def cut(
     if whole is None:
         shape = port.shape_at(sizes)
         return [torch.zeros(shape, dtype=port.dtype, device=port.device)] * count
+    # The transpose of `join`: rows go back to their microbatch, a sum's gradient to all of them.
     if port.batch_dim is not None:
         return whole.chunk(count, port.batch_dim)
     if port.reduction == "last":

@@ -87,6 +87,7 @@ def find_loss(
             )
     trains = any(value.requires_grad for value in results)
     scalars = [i for i, v in enumerate(results) if v.dim() == 0 and v.dtype.is_floating_point]
+    # What the step only assigns to attributes is no loss, even if it is a differentiable scalar.
     own = range(len(results)) if leaves is None else {leaf.index for leaf in leaves}
     losses = [i for i in scalars if i in own and (results[i].requires_grad or not trains)]
     named = [label(index, leaves) for index in losses]

@@ -19,9 +19,10 @@ from pfeife import _torch
 from pfeife.backend.doors.doorway import Doorway, larger
 from pfeife.backend.doors.invocation import Invocation, Run
 from pfeife.backend.step_modules import given_by, hooks_of
-from pfeife.frontend.arguments import Inputs, describe
+from pfeife.frontend.arguments import Inputs
 from pfeife.frontend.checks.deterministic import Recorded
 from pfeife.frontend.checks.side_effects import check_again, check_settled
+from pfeife.frontend.describe import describe
 from pfeife.frontend.dynamo import copied, dynamo_forward, dynamo_graph
 from pfeife.frontend.forward import Forward
 from pfeife.frontend.trace.guards import Guard

@@ -43,6 +43,7 @@ def kept(
         return cached
     program = make()
     try:
+        # Read back before it is trusted: a later run gets what is written now.
         stored = store(program, digest)
         restored = restore(stored)
         if fingerprint(restored) != fingerprint(program) or store(restored, digest) != stored:
@@ -75,6 +76,7 @@ def find(folder: Path, key: str) -> Program | None:
 def keep(folder: Path, stored: StoredProgram, most_bytes: int = MOST_BYTES) -> None:
     """Writes an entry, which readers and other writers see whole or not at all, and removes those
     that have not been used for longest beyond a number of bytes."""
+    # A full disk or a folder of somebody else costs time, and is no reason to stop.
     try:
         folder.mkdir(parents=True, exist_ok=True)
         plain.save(stored, _path(folder, stored.key))
@@ -88,6 +90,7 @@ def _shrink(folder: Path, most_bytes: int) -> None:
     for path in [*folder.glob("*.json"), *folder.glob(".pfeife-*")]:  # and what a crash has left
         with contextlib.suppress(FileNotFoundError):  # others shrink it as well
             files.append((path.stat().st_mtime_ns, path.stat().st_size, path))
+    # The newest first: what is beyond the bytes has not been used for longest.
     files.sort(reverse=True)
     total = 0
     for _, size, path in files:

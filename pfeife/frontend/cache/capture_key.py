@@ -54,14 +54,14 @@ def key_of(traceable: Traceable) -> str:
 
 def _lines(traceable: Traceable) -> Iterator[str]:
     step = traceable.step
+    # Its Python is all that there is of it, and code has no digest that says what it does.
     if step.graph is None:
         raise ValueError("the step is traced as it runs, and that is the only way to know it")
     devices = {a.example.device for a in traceable.arguments if isinstance(a.example, torch.Tensor)}
     yield f"format {FORMAT}"
     yield f"pfeife {sources(Path(__file__).parents[2])}"
     yield from _torch.surroundings(sorted(devices, key=str))
-    sizes = sizes_of_arguments(traceable.arguments)
-    names = {symbol: _torch.name_of_size(name) for symbol, (name, _) in sizes.items()}
+    sizes, names = sizes_of_arguments(traceable.arguments)
     for argument in traceable.arguments:
         yield spelled(
             [
@@ -72,7 +72,8 @@ def _lines(traceable: Traceable) -> Iterator[str]:
             ]
         )
         yield spelled([argument.position, _example(argument.example, names)])
-    open_sizes = [size for _, size in sizes.values()]
+    # Other sizes may lead a trace another way, even where they stay open.
+    open_sizes = list(sizes.values())
     yield spelled([[size.node.hint for size in open_sizes], [*map(str, names.values())]])
     yield spelled(_torch.assumed_of_sizes(open_sizes, names))
     yield spelled([traceable.loss, list(traceable.result_dims), dict(traceable.roots)])
@@ -106,6 +107,7 @@ def _graph(module: fx.GraphModule) -> Iterator[str]:
         elif node.op == "call_module":
             raise ValueError(f"the graph calls the module {target}")
         yield spelled([node.op, node.name, target, node.args, node.kwargs])
+        # These come out in the program's own nodes, where errors and reports read them.
         yield spelled([node.meta.get("stack_trace"), node.meta.get("custom"), _modules(node)])
         if node.op == "get_attr":
             yield from _attribute(module, target)

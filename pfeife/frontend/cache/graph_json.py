@@ -97,6 +97,8 @@ def device_of(text: str) -> torch.device:
 
 def _leaf(value: Any) -> Any:
     """What only graphs have, as what JSON has."""
+    # fx makes these of lists and dicts; a plain one has the same spelling, since none tells them
+    # apart.
     if type(value) is immutable_list:
         return values.to_data([*value], _leaf)
     if type(value) is immutable_dict:
@@ -120,6 +122,7 @@ def _tensor(value: torch.Tensor) -> list[Any]:
     """A tensor without its values. Raises ValueError for one that is more than its shape."""
     if type(value) not in (_torch.FakeTensor, torch.Tensor, torch.nn.Parameter):
         raise ValueError(f"it has a {type(value).__name__}")
+    # None of this is in a shape and strides, so it would not come back.
     if value.layout != torch.strided or value.is_quantized or value.is_conj() or value.is_neg():
         raise ValueError("it has a tensor that is sparse, quantized or lazily conjugated")
     numbers = [*value.shape, *value.stride(), value.storage_offset()]

@@ -133,6 +133,7 @@ def restore(stored: StoredProgram) -> Program:
         if not _is_name(constant.name) or hasattr(holder, constant.name):
             raise ValueError(f"a constant is called {constant.name[:80]!r}")
         setattr(holder, constant.name, _tensor(constant))
+    # Neither one too few, which would fail in the middle of a step, nor one too many.
     names = {constant.name for constant in stored.constants}
     if names != {node.target for node in graph.nodes if node.op == "get_attr"}:
         raise ValueError(f"the constants are {sorted(names)}"[:200])
@@ -148,6 +149,7 @@ def _stored(node: fx.Node, text: Any) -> StoredNode:
     if node.op not in _OPS or node.type is not None:
         raise ValueError(f"the graph has the node {node.format_node()}")
     called = node.op == "call_function"
+    # What torch's own passes have left there is of no use to anybody once the graph is made.
     values = {name: node.meta[name] for name in KEPT if name in node.meta}
     # A `val` of None is not the same as no `val` (rows/propagate.py); of the rest it says nothing.
     meta = {
@@ -172,6 +174,7 @@ def _restored(stored: StoredNode, graph: fx.Graph, value: graph_json.Reader) -> 
     if not _is_name(stored.name) or (stored.op == "placeholder" and stored.target != stored.name):
         raise ValueError(f"a node may not be called {stored.name[:80]}")
     node = graph.create_node(stored.op, target, args, kwargs, name=stored.name)
+    # fx has renamed it: texts and ports would name another node.
     if node.name != stored.name:
         raise ValueError(f"a node may not be called {stored.name}")
     node.meta = meta
@@ -179,6 +182,7 @@ def _restored(stored: StoredNode, graph: fx.Graph, value: graph_json.Reader) -> 
 
 
 def _port(port: Port, text: Any) -> StoredPort:
+    # How microbatches are put together depends on options, which are no part of the key.
     if port.reduction or port.counts:
         raise ValueError(f"{port.name} is reduced already")
     stored_fields = attrs.fields_dict(StoredPort)

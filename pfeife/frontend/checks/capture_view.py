@@ -17,6 +17,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import attrs
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
@@ -38,6 +39,14 @@ class _Shown(LayoutAlone):
         )
 
 
+@attrs.frozen(eq=False)
+class _State:
+    """What a step reaches, and the device on which it is captured."""
+
+    tensors: Sequence[torch.Tensor]
+    device: torch.device
+
+
 class CaptureView:
     """The parameters of a step that have a wider floating type than `dtype` (None: none), and its
     state on other devices than the one of the capture, if `homes` is given: that says of a tensor
@@ -51,8 +60,7 @@ class CaptureView:
     ):
         self.dtype, self.homes = dtype, homes
         self.types = {torch.device(name).type for name in devices}
-        self.device = torch.device("cpu")  # of the capture, once it was looked
-        self.found: list[torch.Tensor] | None = None
+        self.state: _State | None = None  # once it was looked
         self.stand_ins = WeakIdKeyDictionary()
         self.shown: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
 
@@ -61,22 +69,23 @@ class CaptureView:
     ) -> None:
         """Finds what a step reaches by itself, or in arguments; the first time alone. `batch` is
         the device of what is cut."""
-        if (self.dtype is None and self.homes is None) or self.found is not None:
+        if (self.dtype is None and self.homes is None) or self.state is not None:
             return
         places = Places(step, arguments)
         values = [slot.get() for slot in places.slots]
-        state: dict[int, torch.Tensor] = {
-            id(value): value for value in values if isinstance(value, nn.Parameter)
-        }
+        state = _once(value for value in values if isinstance(value, nn.Parameter))
         if self.homes is None:
-            self.found = [
-                parameter for parameter in state.values() if self._is_wider(parameter.dtype)
-            ]
+            wider = [value for value in state if self._is_wider(value.dtype)]
+            self.state = _State(wider, self.device)
             return
         for root in places.roots.values():
-            state |= {id(buffer): buffer for buffer in root.buffers()}
-        self.device = self._home(list(state.values()), self.homes, batch)
-        self.found = list(state.values())
+            state = _once((*state, *root.buffers()))
+        self.state = _State(state, self._home(state, self.homes, batch))
+
+    @property
+    def device(self) -> torch.device:
+        """That of the capture."""
+        return self.state.device if self.state else torch.device("cpu")
 
     def _home(
         self,
@@ -86,6 +95,7 @@ class CaptureView:
     ) -> torch.device:
         """The device of the capture: that of an earlier one; that of all state, unless only the
         batch is on one of those that compute; else that of the batch."""
+        # All captures of a step must be for one device, whatever has been moved since.
         earlier = next((home for tensor in state if (home := homes(tensor)) is not None), None)
         if earlier is not None:
             return earlier
@@ -95,15 +105,16 @@ class CaptureView:
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
         """State that has been moved."""
-        by_id = {id(tensor): tensor for tensor in self.found or ()}
-        self.found = list((by_id | {id(tensor): tensor for tensor in tensors}).values())
+        self.state = _State(_once((*self._tensors, *tensors)), self.device)
+
+    @property
+    def _tensors(self) -> Sequence[torch.Tensor]:
+        return self.state.tensors if self.state else ()
 
     @property
     def is_apart(self) -> bool:
         """Whether some state is on another device than the one of the capture."""
-        return self.homes is not None and any(
-            tensor.device != self.device for tensor in self.found or ()
-        )
+        return self.homes is not None and any(t.device != self.device for t in self._tensors)
 
     def _is_wider(self, dtype: torch.dtype) -> bool:
         wide = self.dtype is not None and dtype.itemsize > self.dtype.itemsize
@@ -120,13 +131,14 @@ class CaptureView:
         """While state is seen so, or until it is `put_back`; with its `values`, or else nothing
         may read these."""
         assert not self.shown
-        for tensor in self.found or ():
+        for tensor in self._tensors:
             dtype, device = self._seen(tensor)
             if (dtype, device) == (tensor.dtype, tensor.device):
                 continue
             self.shown.append((tensor, tensor.data, tensor.grad if tensor.is_leaf else None))
             if tensor.is_leaf:
                 tensor.grad = None  # of the other dtype, or elsewhere
+            # Python reads a scalar as soon as it computes with it, so it has its value in any case.
             real = values or not tensor.dim()
             tensor.data = (
                 tensor.data.to(device, dtype) if real else self._stand_in(tensor, dtype, device)
@@ -142,7 +154,7 @@ class CaptureView:
             tensor.data = data
             if tensor.is_leaf:
                 tensor.grad = gradient
-        self.shown = []
+        self.shown.clear()
 
     def _stand_in(
         self, tensor: torch.Tensor, dtype: torch.dtype, device: torch.device
@@ -167,3 +179,8 @@ class CaptureView:
                     "its parameters, and let it find the model by a closure, a global or an "
                     "argument"
                 )
+
+
+def _once(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Each of some tensors once."""
+    return list({id(tensor): tensor for tensor in tensors}.values())

@@ -41,6 +41,7 @@ class Expected(_torch.TorchDispatchMode):
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         if func is aten.native_dropout_backward.default and args[1].all():
             return args[0].clone()
+        # The expected value of a draw of 0 or 1 is its probability.
         if func is aten.bernoulli_.float:
             return args[0].fill_(args[1] if len(args) > 1 else kwargs.get("p", 0.5))
         if is_random(func, args, kwargs):
@@ -68,9 +69,11 @@ class Recorded(Expected):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
+        # Whether these are there depends on gradients, and not on what the step computes.
         if func in _SAME:
             return result
         leaves = pytree.tree_leaves((args, kwargs or {}))
+        # Without bools, which count nothing.
         numbers = tuple(float(leaf) for leaf in leaves if type(leaf) in (int, float))
         tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if func is torch.ops.aten.lift_fresh.default and result.numel() <= _MOST_NUMBERS:
@@ -124,6 +127,7 @@ def close(
     as small as `noise` counts for nothing."""
     if first.shape != second.shape or not first.is_floating_point() or not first.numel():
         return True
+    # Relative to the largest value: the small ones of a tensor are the differences of larger ones.
     first, second = first.detach(), second.detach()
     size = float(torch.maximum(first.abs(), second.abs()).max())
     share = within or _ROUNDING.get(first.dtype, 0.1)

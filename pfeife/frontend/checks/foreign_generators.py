@@ -9,6 +9,7 @@ from types import FrameType
 from typing import Any
 
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from pfeife import _torch
 from pfeife.frontend.deferred.gc_objects import living
@@ -46,22 +47,24 @@ def watching() -> Iterator[list[Any]]:
     there were before, Python's and numpy's global ones and those that somebody has made. They are
     put back to where they were."""
     moved: list[Any] = []
-    before = [(generator, _kept(generator), _state(generator)) for generator in _generators()]
+    before = [(generator, _kept(generator)) for generator in _generators()]
     try:
         yield moved
     finally:
-        for generator, own_state, state in before:
-            if _state(generator) != state:
+        for generator, state in before:
+            if _text(_kept(generator)) != _text(state):
                 moved.append(generator)
-                _put(generator, own_state)
+                _put(generator, state)
 
 
 def _kept(generator: Any) -> Any:
-    """The state of a generator, in its own words."""
-    for name in ("getstate", "get_state"):
-        if hasattr(generator, name) and not isinstance(generator, random.SystemRandom):
-            return getattr(generator, name)()
-    return getattr(generator, "state", None)
+    """The state of a generator, in its own words; None for the system's, which has none."""
+    if isinstance(generator, random.SystemRandom):
+        return None
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    # The legacy kind may keep a number for the next call, which its bit generator does not have.
+    return generator.get_state() if hasattr(generator, "get_state") else generator.state
 
 
 def _put(generator: Any, state: Any) -> None:
@@ -82,6 +85,7 @@ def drawing_line(run: Callable[[], Any], moved: Sequence[Any]) -> str:
         line        generators are as they were       remember it
         line        generators have moved             the remembered one did it
     """
+    # A line is only known to have drawn when the next one begins, so the last one is remembered.
     before, last, lines = _states(moved), [""], list[str]()
 
     def looked(frame: FrameType, event: str, argument: Any) -> Any:
@@ -115,6 +119,7 @@ def _generators() -> list[Any]:
     if numpy is not None:
         kinds += (numpy.random.RandomState, numpy.random.BitGenerator)
         common.append(numpy.random.random.__self__)
+    # sympy's own, which moves as torch compares sizes.
     torchs = _torch.order_of_facts()
     generators = {
         id(generator): generator
@@ -125,22 +130,12 @@ def _generators() -> list[Any]:
 
 
 def _states(generators: Sequence[Any]) -> list[str]:
-    return [_state(generator) for generator in generators]
+    return [_text(_kept(generator)) for generator in generators]
 
 
-def _state(generator: Any) -> str:
-    if isinstance(generator, random.SystemRandom):
-        return ""  # the system's, which has none
-    if isinstance(generator, random.Random):
-        return str(generator.getstate())
-    legacy = hasattr(generator, "get_state")  # which may keep a number for the next call
-    return str(_opened(generator.get_state() if legacy else generator.state))
-
-
-def _opened(value: Any) -> Any:
-    """The same with the bytes of arrays, of which only the begin and the end would be printed."""
-    if isinstance(value, dict):
-        return {key: _opened(entry) for key, entry in value.items()}
-    if isinstance(value, tuple):
-        return tuple(map(_opened, value))
-    return value.tobytes() if hasattr(value, "tobytes") else value
+def _text(state: Any) -> str:
+    """A state as a text that tells it from others: with all bytes of arrays, of which only the
+    begin and the end would be printed."""
+    return str(
+        pytree.tree_map(lambda part: part.tobytes() if hasattr(part, "tobytes") else part, state)
+    )

@@ -82,6 +82,7 @@ def values_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for tensor, value in before:
+                # Else a backward would be refused that has saved it before: a write is a change.
                 if _differ(tensor, value):
                     tensor.copy_(value)
 

@@ -12,10 +12,11 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from pfeife import _torch
-from pfeife.frontend.arguments import Given, Inputs, describe
+from pfeife.frontend.arguments import Given, Inputs
 from pfeife.frontend.batch import Arguments, Leaf
 from pfeife.frontend.checks.restore import alike, torchs_generators
 from pfeife.frontend.deferred.tensors import check_values
+from pfeife.frontend.describe import describe
 from pfeife.frontend.dynamo import dynamo_graph
 from pfeife.ir.nodes import returned
 
@@ -40,6 +41,7 @@ def check_again(step: Callable[..., Any], call: Arguments) -> None:
     """
     args, kwargs = call.made(_second(leaf) for leaf in call.leaves)
     first = dynamo_graph(step, call.args, call.kwargs, _ran)
+    # The second microbatch twice: before what the first one assigns, and after it.
     once = dynamo_graph(step, args, kwargs, _ran)
     try:
         with _left_behind(first):
@@ -74,6 +76,7 @@ def check_settled(
     """Raises ValueError if a step, which has just set numbers in lists, dicts or cells for the
     first time, would set others or compute something else in its next microbatch: all have had the
     same. `graph` is Dynamo's from before, as a text, and `inputs` are those of it."""
+    # Dynamo puts such numbers into its graph as constants: another graph has computed with others.
     names = list(inputs.numbers)
 
     def read(module: fx.GraphModule, examples: list[Any]) -> tuple[str, Inputs]:
@@ -122,8 +125,10 @@ def _ran(module: fx.GraphModule, examples: list[Any]) -> _Run:
     paths = _torch.result_paths() or [
         ((index,), node) for index, node in enumerate(returned(module))
     ]
+    # From one seed, so that what is drawn makes no difference between two runs.
     with torch.no_grad(), torchs_generators(seed=0):
         results = fx.Interpreter(module).run(*copies)
+    # By where a result stands in what the step returns: the graphs may order theirs otherwise.
     by_name = dict(zip((node.name for node in returned(module)), results, strict=True))
     values: dict[Any, torch.Tensor] = {
         path: by_name[node.name] for path, node in paths if node.name in by_name
