@@ -111,8 +111,9 @@ def along(operation: RowOperation, shape: tuple[int, ...]) -> Sequence[int | Non
 
 
 def dims_of(operation: RowOperation, rank: int) -> set[int]:
-    """The dimensions in an operation's `dim`, counted from the front; all if there are none."""
-    dims = operation.arguments.get("dim")
+    """The dimensions in an operation's `dim` or `dims`, counted from the front; all if there are
+    none."""
+    dims = operation.arguments.get("dim", operation.arguments.get("dims"))
     if dims is None or dims == []:
         return set(range(rank))
     return {d % max(rank, 1) for d in (dims if isinstance(dims, list | tuple) else [dims])}

@@ -15,6 +15,7 @@ from pfeife.frontend.rows.value import (
     Stuck,
     counting,
     growth,
+    keeps_from_zero,
     moves,
     shape_of,
 )
@@ -195,16 +196,12 @@ def put(operation: RowOperation) -> Rows:
 def clamped(operation: RowOperation) -> Rows:
     """A count that is kept from zero is one still; else as any function."""
     rows = operation.rows_of[operation.node.args[0]]  # type: ignore[index]
-    low = operation.arguments.get("min", operation.arguments.get("other"))
-    small = isinstance(low, int | float) and 0 < low <= 1 and operation.arguments.get("max") is None
-    if rows.dim is None and rows.varies and rows.power == 1 and small:
-        return rows
-    return pointwise(operation)
+    is_count = rows.dim is None and rows.varies and rows.power == 1
+    return rows if is_count and keeps_from_zero(operation.node) else pointwise(operation)
 
 
 def add(operation: RowOperation) -> Rows:
     """As `sum_of`; a count with a tiny number added is a count still."""
-    left, tiny = operation.of("self"), operation.arguments["other"]
-    if isinstance(tiny, int | float) and 0 < tiny <= 1e-3 and left.power == 1 and left.varies:
-        return left
-    return sum_of(operation)
+    left = operation.of("self")
+    is_count = left.power == 1 and left.varies
+    return left if is_count and keeps_from_zero(operation.node) else sum_of(operation)

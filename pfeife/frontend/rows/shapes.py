@@ -58,12 +58,14 @@ def _grown(operation: RowOperation, possible: Sequence[tuple[int, int]]) -> list
 def expanded(operation: RowOperation) -> Rows:
     """expand and repeat along other dimensions than that of the rows."""
     (source, rows), *_ = operation.operands()
+    shape = shape_of(source)
+    maybe = rows.maybe | _new_sizes(operation, shape)
     if rows.dim is None:
-        return attrs.evolve(rows, maybe=rows.maybe | _new_sizes(operation, shape_of(source)))
-    dim = rows.dim + len(operation.shape) - len(shape_of(source))
-    if operation.shape[dim] != shape_of(source)[rows.dim]:
+        return attrs.evolve(rows, maybe=maybe)
+    dim = rows.dim + len(operation.shape) - len(shape)
+    if operation.shape[dim] != shape[rows.dim]:
         raise Stuck
-    return attrs.evolve(rows, dim=dim, maybe=rows.maybe | _new_sizes(operation, shape_of(source)))
+    return attrs.evolve(rows, dim=dim, maybe=maybe)
 
 
 def _new_sizes(operation: RowOperation, before: Sequence[int]) -> frozenset[int]:

@@ -154,15 +154,20 @@ def bound(node: fx.Node) -> dict[str, Any]:
     return arguments
 
 
+def keeps_from_zero(node: fx.Node) -> bool:
+    """Whether an operation does nothing but to keep a count from being zero: clamp(min=1), + 1e-8.
+    What is added must be small beside a count, which is 1 or more."""
+    arguments = bound(node)
+    low = arguments.get("min", arguments.get("other"))
+    most = 1e-3 if operation(node) == "add" else 1
+    bounds = operation(node) in ("add", "clamp", "clamp_min", "maximum")
+    is_small = isinstance(low, int | float) and 0 < low <= most
+    return bounds and is_small and arguments.get("max") is None
+
+
 def source_of(node: fx.Node) -> fx.Node:
-    """A count without what keeps it from being zero: clamp(min=1), + 1e-8."""
-    while operation(node) in ("clamp", "clamp_min", "add", "maximum", "_to_copy"):
-        arguments = bound(node)
-        low = arguments.get("min", arguments.get("other", 0))
-        if operation(node) != "_to_copy" and not (isinstance(low, int | float) and 0 < low <= 1):
-            break
-        if arguments.get("max") is not None or (operation(node) == "add" and low > 1e-3):
-            break
+    """A count without what keeps it from being zero."""
+    while operation(node) == "_to_copy" or keeps_from_zero(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
 

@@ -93,6 +93,7 @@ TOLD = [
     ("mean", IMAGES, lambda x, y: F.interpolate(NET.image[0](x), scale_factor=2).square().mean()),
     ("mean", BATCH, lambda x, y: F.hardswish(NET.one(x)).mean()),
     ("mean", BATCH, lambda x, y: F.glu(NET.one(x)).square().mean()),
+    ("mean", BATCH, lambda x, y: (NET.one(x).flip(1) * NET.two(x).roll(1, 1)).mean()),
     ("mean", BATCH, lambda x, y: -F.logsigmoid(NET.one(x) - NET.two(x)).mean()),
     ("mean", BATCH, lambda x, y: F.prelu(NET.one(x), NET.one.bias).mean()),
     ("mean", BATCH, lambda x, y: torch.polar(NET.one(x).abs(), NET.two(x)).abs().mean()),
