@@ -103,16 +103,9 @@ def _leaf(value: Any) -> Any:
         return values.to_data([*value], _leaf)
     if type(value) is immutable_dict:
         return values.to_data({**value}, _leaf)
-    if isinstance(value, fx.Node):
-        return {"node": value.name}
-    if isinstance(value, _ENUMS):
-        return {"torch": name_of(value)}
-    if type(value) is torch.device:
-        return {"device": str(value)}
-    if isinstance(value, _torch.OpOverload):
-        return {"operation": target_name(value)}
-    if isinstance(value, torch.Tensor):
-        return {"value": _tensor(value)}
+    for types, kind, spell in _SPELLINGS:
+        if isinstance(value, types):
+            return {kind: spell(value)}
     if _torch.is_expression(value):
         return {"size": values.to_data(_torch.tree_of_size(value), _leaf)}
     raise ValueError(f"it has a {type(value).__name__}")
@@ -136,6 +129,16 @@ def _tensor(value: torch.Tensor) -> list[Any]:
         value.storage_offset(),
         value.requires_grad,
     ]
+
+
+# What `Reader` reads, but for sizes, whose types are sympy's.
+_SPELLINGS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
+    (fx.Node, "node", lambda node: node.name),
+    (_ENUMS, "torch", name_of),
+    (torch.device, "device", str),
+    (_torch.OpOverload, "operation", target_name),
+    (torch.Tensor, "value", _tensor),
+)
 
 
 class Reader:
