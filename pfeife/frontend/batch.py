@@ -305,6 +305,7 @@ def _check_kind(name: str, value: Any) -> None:
                 f"input {name} is a {kind} tensor, which has no rows of equal size to cut; pass "
                 "dense tensors (padded, with a mask)"
             )
+    # It would be a constant of the graph: the first microbatch's for all of them.
     elif hasattr(value, "__array__") and getattr(value, "ndim", None):
         raise ValueError(
             f"input {name} is a {type(value).__name__}, not a tensor: pass torch.from_numpy(...)"

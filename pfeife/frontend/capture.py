@@ -46,7 +46,7 @@ def capture(
     `step` is a module or any callable that closes over modules; it returns a scalar loss or a
     pytree with the loss in it (`loss` says which of its tensors, where several could be it, or
     "outside" if none is). `loss_reduction` says how the losses of microbatches combine, see
-    `frontend.reductions`.
+    `frontend.rows.reductions`.
     Without a differentiable scalar every differentiable output gets a tangent port; under
     `torch.no_grad()` the program has no gradients. Tensors may be fake, or live on the meta
     device, which is captured as `device`, and models may be made in `deferred_init`: nothing is run
@@ -123,6 +123,7 @@ class _Doors:
 
     def by(self, door: Door, times: int = 1) -> tuple[Forward, Inputs]:
         """The step's forward and its inputs, for so many times as many rows."""
+        # Without in_dims the batch is in front.
         firsts = (leaf.first for leaf in self.call.leaves)
         values = [
             torch.cat([tensor] * times) if tensor.dim() and times > 1 else tensor
@@ -170,6 +171,7 @@ def with_reductions(
 ) -> Captured:
     """A captured program that says how the microbatches of its results are put together; see
     `derive_reductions`. `args` are those of a call with two microbatches or more."""
+    # Only where it is asked for: it takes two microbatches out of the call's tensors.
     sample = None if args is None else functools.partial(_sample, captured, args)
     program, unknown, mixed = derive_reductions(
         captured.program, loss_reduction, larger, sample, fixed

@@ -143,6 +143,7 @@ class _Describer:
             return Argument(placeholder.name, role, (spelled,), size)
         if not isinstance(example, torch.Tensor):
             return Argument(placeholder.name, None, (), example)
+        # Before anything is asked of its shape, which it has not.
         if example.is_nested:
             raise ValueError(
                 f"input {spelled} is a nested tensor, which has no "
@@ -158,14 +159,14 @@ class _Describer:
         root = _argument_of(source)
         at = self.order.index(root) if root in self.order else 0
         inside = root in self.order and not _split_source(source)[1]
-        # Of symbolic sizes where Dynamo's are.
-        symbolic = isinstance(example_value, torch.Tensor)
-        layout = by_symbols(example_value, self.symbols) if symbolic else (None, None)
+        shape, strides = None, None
+        if isinstance(example_value, torch.Tensor):  # of symbolic sizes where Dynamo's are
+            shape, strides = by_symbols(example_value, self.symbols)
         return Argument(
             port_name(names[0], self.taken),
             role,
             names,
-            fake_like(self.mode, example, *layout, self.device),
+            fake_like(self.mode, example, shape, strides, self.device),
             batch_dim=handed.batch_dim if handed else None,
             position=handed.position if handed else at,
             given=handed is not None or inside,
@@ -208,6 +209,7 @@ def _kept(places: Sequence[str], sources: Sequence[str]) -> Kept:
 def _assigned_name(place: str) -> str:
     """What a person calls an attribute, or an entry of what it will be, whether they are there
     already or not."""
+    # An attribute that the step makes is not there yet, while Dynamo compiles.
     cut = len(place)
     # Cut from the end until something is there: the rest is what the step will make.
     while cut > 0 and _torch.source_value(place[:cut]) is None:

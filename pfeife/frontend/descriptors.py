@@ -178,5 +178,6 @@ def new_name(argument: Argument) -> str:
 
 def _in_its_place(argument: Argument, value: torch.Tensor) -> bool:
     """Whether a value can be written to where an argument is, and autograd need not know of it."""
+    # The caller's tensor gets the new rows after the call, when no graph could follow any more.
     old = argument.example
     return old.shape == value.shape and old.dtype == value.dtype and not old.requires_grad

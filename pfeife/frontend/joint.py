@@ -176,6 +176,7 @@ def _simplify(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.target is transpose and node.args[0].target is transpose:
             node.replace_all_uses_with(node.args[0].args[0])
+        # Of an input it stays, so that no result is the input itself.
         elif node.target is detach and node.args[0].op != "placeholder":
             node.replace_all_uses_with(node.args[0])
 
@@ -223,6 +224,7 @@ def _carried(
         place: index
         for index, assignment in assignments.items()
         for place in assignment.replaces
+        # With a gradient, the next microbatch's backward would run into this one's.
         if index != loss
         and not values[index].requires_grad
         and arguments[place].role in (Role.BUFFER, Role.CONSTANT)

@@ -128,6 +128,7 @@ def cut(
 ) -> Sequence[torch.Tensor]:
     """An output's gradient as the gradients of its microbatches, where the size ports have such
     values."""
+    # Nobody asks for the gradient of this result, but the program has a tangent for it.
     if whole is None:
         shape = port.shape_at(sizes)
         return [torch.zeros(shape, dtype=port.dtype, device=port.device)] * count

@@ -100,6 +100,7 @@ def find_loss(
                 f"loss={loss!r}: result {loss!r} is no differentiable scalar; those are {named}"
             )
         return index
+    # No gradient tells the loss from a metric then.
     if not trains:
         return None  # nobody has said that this is a loss
     if len(losses) > 1:

@@ -66,10 +66,7 @@ class Runs:
     def by_step(self, values: Values, mode: Expected | None = None) -> dict[str, torch.Tensor]:
         """The results, and what becomes of arguments that the step changes in place; neither these
         nor buffers are changed."""
-        copies = [
-            value.clone() if self._is_written(port) else value
-            for port, value in zip(self.ports, values, strict=True)
-        ]
+        copies = self._copies(values)
         with mode or Expected():  # gradients inside of the step are asked for as ever
             results = self.step.run(*copies)
         return self._named(results, copies)
@@ -82,12 +79,8 @@ class Runs:
         trained = {port.fqn for port in wanted}
         # Leaves of autograd: a gradient goes no further than to what this run was given.
         leaves = [
-            (value.detach().clone() if self._is_written(port) else value.detach()).requires_grad_(
-                port.fqn in trained
-            )
-            if port
-            else value
-            for port, value in zip(self.ports, values, strict=True)
+            value.detach().requires_grad_(port.fqn in trained) if port else value
+            for port, value in zip(self.ports, self._copies(values), strict=True)
         ]
         inputs = {port.fqn: value for port, value in zip(self.ports, leaves, strict=True) if port}
         # A part that is computed again in the backward (a checkpoint) finds the buffers themselves
@@ -158,9 +151,13 @@ class Runs:
         changed = {new: slots[name] for name, new in self.captured.changed.items()}
         return dict(zip(self.captured.results, results, strict=True)) | changed
 
-    def _is_written(self, port: Port | None) -> bool:
-        """Whether a step may change the argument in its place."""
-        return port is not None and (port.role == Role.BUFFER or port.name in self.captured.changed)
+    def _copies(self, values: Values) -> Values:
+        """The same arguments, of which those are copies that the step may change in place."""
+        changed = self.captured.changed
+        return [
+            value.clone() if port and (port.role == Role.BUFFER or port.name in changed) else value
+            for port, value in zip(self.ports, values, strict=True)
+        ]
 
 
 def _returning(program: Program, names: Collection[str]) -> fx.GraphModule:
