@@ -4,7 +4,7 @@
 families), `list_schedule` (by the rules in `rules`) and `pattern`, both over `dispatch`, and
 `anneal`, which changes orders and has `timing` for what that costs. `pool` keeps the best, `bound`
 says how good any order can be, `budget` how long to go on; `placements` and `parallel` share that
-between problems and processes, `opening` has the families of all of them come first.
+between problems and processes, all of which begin with the families.
 """
 
 from pfeife.sched.search.bound import lower_bound

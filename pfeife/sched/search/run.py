@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from random import Random
 
 import attrs
@@ -59,20 +60,36 @@ class SearchResult:
 
 
 class Search:
-    """What one search has found, and how it goes on as long as it is given work."""
+    """What one search has found, and how it goes on as long as it is given work.
 
-    def __init__(self, problem: Problem, budget: Budget, seed: int):
-        self.problem, self.budget = problem, budget
-        self.shop, self.random = compile_problem(problem), Random(seed)
+    The caller's `seeds` that do not fit or deadlock are left out. A search of fewer microbatches,
+    which a `larger` one learns from, has that one's random numbers and leaves it time to end.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        budget: Budget,
+        seed: int,
+        seeds: Iterable[Schedule] = (),
+        larger: "Search | None" = None,
+    ):
+        self.problem, self.budget, self.shop = problem, budget, compile_problem(problem)
+        self.random = larger.random if larger else Random(seed)
         self.bound = bound_of(self.shop)
         self.goal = self.bound * (1 + 1e-9)
-        self.pool, self.evaluations, self.begun = Pool(), 0, False
-        self.given: tuple[float, Schedule] | None = None  # the best of the caller's, as it came
+        self.pool, self.evaluations, self.spent, self.turns = Pool(), 0, 0, 0
         self.families, self.rules = list(SEEDING), first_rules(self.shop)  # not yet tried
         self.patterns: list[tuple[float, Pattern]] = []  # to start with, and what they take
-        self.seen = budget.seen
-        self.spent, self.first, self.last = 0, 0, 1  # work, where this run of it starts and ends
-        self.ahead = (_LIST_WORK + _RESULT_WORK) * self.shop.operations  # before the clock ends it
+        # Nobody is told of candidates whose steps have fewer microbatches.
+        self.seen = None if larger else budget.seen
+        # Work that is left to it when the clock ends it.
+        self.ahead = larger.ahead if larger else (_LIST_WORK + _RESULT_WORK) * self.shop.operations
+        fitting_seeds = list(_timed(problem, seeds))
+        for _, schedule in fitting_seeds:
+            self.take(schedule)
+        # The best as it came, beside its orders: these have its whole backwards as I and W.
+        self.given = min(fitting_seeds, key=lambda pair: pair[0], default=None)
 
     @property
     def best(self) -> float:
@@ -80,228 +97,70 @@ class Search:
         candidates = self.pool.of()
         return candidates[0].seconds if candidates else math.inf
 
-    def run(self, work: int, *, annealing: bool = True) -> None:
-        """Goes on for so many operations, less if the bound is reached or the clock says so."""
+    def run(self, work: int, *, budget: Budget | None = None, annealing: bool = True) -> None:
+        """Goes on for so many operations, less if the bound is reached or the clock of the budget
+        (its own unless another one is given) says so."""
         # Each source of orders goes on up to a share of the work, and leaves the rest to the next:
         #
         #     families .1 rules .2 fewer microbatches .3 changed rules, patterns, annealing 1
         #
         # Rules are quick and rough, patterns finer, and annealing makes the best of both shorter.
-        first, self.begun = not self.begun, True
-        self.first, self.last = self.spent, self.spent + work
-        if first:
-            self._try_rule(next(self.rules))
+        turn = Turn(self, budget or self.budget, self.spent, self.spent + work)
+        self.turns += 1
+        if self.turns == 1:
+            turn.try_rule(next(self.rules))
         if self.shop.operations < _LARGE:
-            self._families(0.1)
-        self._first_rules(0.2)
-        if first:
-            self._learn(0.3)
+            turn.try_families(0.1)
+        turn.try_rules(0.2)
+        if self.turns == 1:
+            turn.learn(0.3)
         # With few evaluations left, each as much as a move, more rules and patterns are better.
         moves = annealing and work > _FEW_MOVES * self.shop.operations
-        now = self._share()
-        self._change_rules(now + (0.1 if moves else 0.5) * (1 - now))
+        now = turn.share
+        turn.change_rules(now + (0.1 if moves else 0.5) * (1 - now))
         if not self.patterns:
-            self._first_patterns()
-        self._change_patterns(now + (0.4 if moves else 1.0) * (1 - now))
+            turn.try_patterns()
+        turn.change_patterns(now + (0.4 if moves else 1.0) * (1 - now))
         if moves:
-            self._anneal_best()
+            turn.anneal_best()
 
-    def seed(self, seeds: Iterable[Schedule]) -> None:
-        """Takes in the caller's schedules; those that do not fit or deadlock are left out."""
-        for schedule in seeds:
-            if fits(self.problem, schedule):
-                try:
-                    # As it came, beside its orders: these have its whole backwards as I and W.
-                    self.given = min(
-                        self.given or (math.inf, schedule),
-                        (makespan(self.problem, schedule), schedule),
-                        key=lambda pair: pair[0],
-                    )
-                except ValueError:
-                    continue
-                self._take(schedule)
-
-    def try_family(self, family: Family, schedule: Schedule) -> None:
+    def try_family(self, family: Family, schedule: Schedule, budget: Budget) -> None:
         """Times what a family has made if it keeps to the memory; if not, it is still to be tried
         with forwards that wait for memory."""
-        self._spend(self.shop.operations * _FITS_WORK)
+        self.spend(budget, self.shop.operations * _FITS_WORK)
         if fits(self.problem, schedule):
             self.families.remove(family)
-            self._spend(self.shop.operations * _TIMED_WORK)
-            self._take(schedule)
+            self.spend(budget, self.shop.operations * _TIMED_WORK)
+            self.take(schedule)
 
-    # --- work --------------------------------------------------------------------------------
-
-    def _share(self) -> float:
-        """The share of this run's work that is spent."""
-        return (self.spent - self.first) / (self.last - self.first)
-
-    def open(self, share: float = 1.0) -> bool:
-        """Whether to go on, up to a share of this run's work."""
-        return self._share() < share and self.best > self.goal and not self.budget.over(self.ahead)
-
-    def _spend(self, work: int, start: float | None = None) -> None:
-        self.spent += work
-        self.budget.spend(work, start)
-
-    def _keep(self, candidate: Candidate) -> None:
-        self.pool.keep(candidate)
-        if self.seen is not None:
-            self.seen(candidate.origin.value, len(self.problem.stages), candidate.seconds)
-
-    # --- where orders come from --------------------------------------------------------------
-
-    def _take(self, schedule: Schedule) -> None:
+    def take(self, schedule: Schedule) -> None:
+        """Times a schedule's orders; one that is none of the problem's is left out."""
         try:
             orders = orders_of(self.shop, schedule)
         except ValueError:
             return
         starts = starts_of(self.shop, orders)
         if starts is not None and respects(self.shop, orders):
-            seconds = length_of(self.shop, starts, orders)
-            self._keep(Candidate(seconds, orders, Origin.GIVEN))
-            self.evaluations += 1
+            self.count(0, 1)
+            self.keep(Candidate(length_of(self.shop, starts, orders), orders, Origin.GIVEN))
 
-    def _families(self, share: float) -> None:
-        """As many as a share of the work has time for, with forwards that wait for memory."""
-        while self.open(share) and self.families:
-            schedule = made(self.families.pop(0), self.problem)
-            if schedule is not None:
-                self._spend(self.shop.operations * _FAMILY_WORK)
-                for variant in fitting(self.problem, schedule):
-                    self._take(variant)
+    def keep(self, candidate: Candidate) -> None:
+        """Takes a candidate in, and tells of it."""
+        self.pool.keep(candidate)
+        if self.seen is not None:
+            self.seen(candidate.origin.value, len(self.problem.stages), candidate.seconds)
 
-    def _try_rule(self, rule: Rule) -> None:
-        start = time.monotonic()
-        made = list_schedule(self.shop, rule)
-        self.evaluations += 1
-        self._spend(self.shop.operations * _LIST_WORK, start)
-        if made is not None:
-            self._keep(Candidate(made.seconds, made.orders, Origin.RULE, rule))
+    def count(self, work: int, evaluations: int) -> None:
+        """Adds up operations looked at, and schedules timed."""
+        self.spent += work
+        self.evaluations += evaluations
 
-    def _try_pattern(self, pattern: Pattern) -> float:
-        """Seconds of a pattern's schedule. One that gets stuck takes longer than any that does
-        not, and the longer the more operations it leaves: so annealing finds one that runs."""
-        start, operations = time.monotonic(), self.shop.operations
-        made = pattern_schedule(self.shop, pattern)
-        self.evaluations += 1
-        self._spend((operations - made.left) * _LIST_WORK + operations, start)
-        if made.left:
-            alone = sum(self.shop.seconds) * self.shop.microbatches
-            return alone * (1 + made.left / operations)
-        self._keep(Candidate(made.seconds, made.orders, Origin.PATTERN, pattern=pattern))
-        return made.seconds
-
-    def _first_rules(self, share: float) -> None:
-        """Rules from a grid, as many as a share of the work has time for."""
-        while self.open(share) and (rule := next(self.rules, None)) is not None:
-            self._try_rule(rule)
-
-    def _learn(self, share: float) -> None:
-        """Rules and patterns that were good for fewer microbatches, in a large problem."""
-        m, few = self.shop.microbatches, 2 * self.shop.ranks
-        if m < 2 * few or self.shop.operations < _LARGE or not self.open(share):
-            return
-        small = Search(attrs.evolve(self.problem, microbatches=few), self.budget, 0)
-        # Nobody is told of its candidates, whose steps have fewer microbatches.
-        small.random, small.ahead, small.seen = self.random, self.ahead, None
-        small.run(max(1, int((share - self._share()) * (self.last - self.first))), annealing=False)
-        self.spent += small.spent
-        self.evaluations += small.evaluations
-        for candidate in small.pool.of(Origin.RULE, Origin.PATTERN)[:12]:
-            if not self.open(share + 0.2):
-                return
-            if candidate.rule is not None:  # what was no cap for few is none for all
-                caps = tuple(m if cap >= few else cap for cap in candidate.rule.caps)
-                self._try_rule(attrs.evolve(candidate.rule, caps=caps))
-            elif candidate.pattern is not None:
-                self._try_pattern(candidate.pattern)
-
-    def _change_rules(self, share: float) -> None:
-        """Changes of the best rules."""
-        while self.open(share):
-            ruled = [c.rule for c in self.pool.of(Origin.RULE) if c.rule is not None]
-            if not ruled:
-                return
-            at = int(self.random.random() ** 2 * len(ruled))
-            self._try_rule(mutated(self.shop, ruled[at], self.random))
-
-    # --- patterns ----------------------------------------------------------------------------
-
-    def _first_patterns(self) -> None:
-        """Those of the best schedules of each origin, and those that families repeat."""
-        for candidate in self.pool.varied(4):
-            if not self.open():
-                return
-            pattern = self._pattern_of(candidate)
-            self.patterns.append((self._try_pattern(pattern), pattern))
-        repeated = patterns(self.problem)
-        while self.open() and (family_pattern := next(repeated, None)) is not None:
-            self._spend(_FAMILY_WORK * STRIDE * self.shop.ranks * self.shop.stages)
-            self.patterns.append((self._try_pattern(family_pattern), family_pattern))
-
-    def _pattern_of(self, candidate: Candidate) -> Pattern:
-        starts = starts_of(self.shop, candidate.orders)
-        assert starts is not None
-        return pattern_of(self.shop, starts)
-
-    def _change_patterns(self, share: float) -> None:
-        """Annealing of the patterns to start with, the best first, then of what they became."""
-        start, rounds = self._share(), 6
-        self.patterns.sort(key=lambda pair: pair[0])
-        for index in range(rounds):
-            until = start + (share - start) * (index + 1) / rounds
-            if not self.patterns or not self.open(until):
-                return
-            # Places 0, 1, 2, then 2, 1, 0 of what they became: the best has the last word.
-            at = index if 2 * index < rounds else rounds - 1 - index
-            at = min(at, len(self.patterns) - 1)
-            self.patterns[at] = self._changed_pattern(self.patterns[at], until)
-            if 2 * index + 2 >= rounds:
-                self.patterns.sort(key=lambda pair: pair[0])
-
-    def _changed_pattern(self, start: tuple[float, Pattern], until: float) -> tuple[float, Pattern]:
-        """Annealing of a pattern, from one percent of the makespan down to nothing; the best."""
-        since, random = self._share(), self.random
-        (current, pattern), best = start, start
-        hot = 0.01 * self.best
-        while self.open(until):
-            changed = neighbour(self.shop, pattern, random)
-            made = self._try_pattern(changed)
-            left = max(0.0, 1 - (self._share() - since) / (until - since))
-            if made < current - hot * left * math.log(1 - random.random()):
-                current, pattern = made, changed
-                best = min(best, (made, changed), key=lambda pair: pair[0])
-        return best
-
-    # --- annealing ---------------------------------------------------------------------------
-
-    def _anneal_best(self) -> None:
-        """A short annealing of several, a longer one of those that became best."""
-        rounds = ((6, 0.4, (0.3, 1.0, 0.1)), (3, 0.5, (0.3, 0.1, 1.0)), (1, 1.0, (0.2,)))
-        for count, share, hots in rounds:
-            chosen = self.pool.varied(count)
-            left = max(0, int(share * (self.last - self.spent)))
-            for index, candidate in enumerate(chosen):
-                if not self.open():
-                    return
-                self._improve(candidate.orders, left // len(chosen), hots[index % len(hots)])
-
-    def _improve(self, orders: Orders, work: int, hot: float) -> None:
-        result = anneal(
-            self.shop,
-            orders,
-            work=work,
-            random=self.random,
-            bound=self.bound,
-            cooling=Cooling(hot),
-            over=lambda: self.budget.over(_RESULT_WORK * self.shop.operations),
-        )
-        self._spend(result.work)
-        self.evaluations += result.evaluations
-        self._keep(Candidate(result.seconds, result.orders, Origin.ANNEALED))
-
-    # --- the end -----------------------------------------------------------------------------
+    def spend(
+        self, budget: Budget, work: int, start: float | None = None, evaluations: int = 0
+    ) -> None:
+        """Counts what was done since a start, here and in a budget."""
+        self.count(work, evaluations)
+        budget.spend(work, start)
 
     def result(self, further: Callable[[Schedule], float] | None = None) -> SearchResult:
         """The best by the judge, who runs a backward whole where that costs nothing; by what
@@ -313,12 +172,10 @@ class Search:
             candidates += [
                 candidate for candidate in self.pool.of(Origin.GIVEN) if candidate not in candidates
             ]
-        for candidate in candidates[: 2 * judges]:
-            judged.append(self._judged(candidate))
+        judged += map(self._judged, candidates[: 2 * judges])
         if not judged:
             raise ValueError(self._too_small())
-        shortest = min(judged, key=lambda pair: further(pair[1]) if further else pair[0])
-        seconds, schedule = shortest
+        seconds, schedule = min(judged, key=lambda pair: further(pair[1]) if further else pair[0])
         memory = peak_memory(self.problem, schedule)
         return SearchResult(
             schedule, seconds, self.bound, memory, self.evaluations, self.budget.interrupted
@@ -341,3 +198,170 @@ class Search:
             if self.problem.smallest_memory(rank) > limit
         ]
         return f"one microbatch alone does not fit: {'; '.join(short)}"
+
+
+def _timed(problem: Problem, seeds: Iterable[Schedule]) -> Iterator[tuple[float, Schedule]]:
+    """Those that keep to the memory and do not deadlock, with their seconds."""
+    for schedule in seeds:
+        if fits(problem, schedule):
+            with suppress(ValueError):
+                yield makespan(problem, schedule), schedule
+
+
+@attrs.frozen(eq=False)
+class Turn:
+    """A search that goes on from `first` to `last` operations spent, within a budget: where its
+    orders come from, each source up to a `share` of this turn's work."""
+
+    search: Search
+    budget: Budget
+    first: int
+    last: int
+
+    @property
+    def share(self) -> float:
+        """The share of this turn's work that is spent."""
+        return (self.search.spent - self.first) / (self.last - self.first)
+
+    def open(self, share: float = 1.0) -> bool:
+        """Whether to go on, up to a share of this turn's work."""
+        search = self.search
+        unfinished = self.share < share and search.best > search.goal
+        return unfinished and not self.budget.over(search.ahead)
+
+    def try_families(self, share: float) -> None:
+        """As many as a share of the work has time for, with forwards that wait for memory."""
+        search = self.search
+        while self.open(share) and search.families:
+            schedule = made(search.families.pop(0), search.problem)
+            if schedule is not None:
+                search.spend(self.budget, search.shop.operations * _FAMILY_WORK)
+                for variant in fitting(search.problem, schedule):
+                    search.take(variant)
+
+    def try_rule(self, rule: Rule) -> None:
+        """Keeps what a rule makes."""
+        search, start = self.search, time.monotonic()
+        made = list_schedule(search.shop, rule)
+        search.spend(self.budget, search.shop.operations * _LIST_WORK, start, 1)
+        if made is not None:
+            search.keep(Candidate(made.seconds, made.orders, Origin.RULE, rule))
+
+    def try_pattern(self, pattern: Pattern) -> float:
+        """Seconds of a pattern's schedule. One that gets stuck takes longer than any that does
+        not, and the longer the more operations it leaves: so annealing finds one that runs."""
+        search, shop, start = self.search, self.search.shop, time.monotonic()
+        made, operations = pattern_schedule(shop, pattern), shop.operations
+        work = (operations - made.left) * _LIST_WORK + operations
+        search.spend(self.budget, work, start, 1)
+        if made.left:
+            alone = sum(shop.seconds) * shop.microbatches
+            return alone * (1 + made.left / operations)
+        search.keep(Candidate(made.seconds, made.orders, Origin.PATTERN, pattern=pattern))
+        return made.seconds
+
+    def try_rules(self, share: float) -> None:
+        """Rules from a grid, as many as a share of the work has time for."""
+        while self.open(share) and (rule := next(self.search.rules, None)) is not None:
+            self.try_rule(rule)
+
+    def learn(self, share: float) -> None:
+        """Rules and patterns that were good for fewer microbatches, in a large problem."""
+        search = self.search
+        m, few = search.shop.microbatches, 2 * search.shop.ranks
+        if m < 2 * few or search.shop.operations < _LARGE or not self.open(share):
+            return
+        problem = attrs.evolve(search.problem, microbatches=few)
+        small = Search(problem, self.budget, 0, larger=search)
+        work = int((share - self.share) * (self.last - self.first))
+        small.run(max(1, work), annealing=False)
+        search.count(small.spent, small.evaluations)
+        for candidate in small.pool.of(Origin.RULE, Origin.PATTERN)[:12]:
+            if not self.open(share + 0.2):
+                return
+            if candidate.rule is not None:  # what was no cap for few is none for all
+                caps = tuple(m if cap >= few else cap for cap in candidate.rule.caps)
+                self.try_rule(attrs.evolve(candidate.rule, caps=caps))
+            elif candidate.pattern is not None:
+                self.try_pattern(candidate.pattern)
+
+    def change_rules(self, share: float) -> None:
+        """Changes of the best rules."""
+        search, random = self.search, self.search.random
+        while self.open(share):
+            ruled = [c.rule for c in search.pool.of(Origin.RULE) if c.rule is not None]
+            if not ruled:
+                return
+            at = int(random.random() ** 2 * len(ruled))
+            self.try_rule(mutated(search.shop, ruled[at], random))
+
+    def try_patterns(self) -> None:
+        """Those of the best schedules of each origin, and those that families repeat."""
+        search, shop = self.search, self.search.shop
+        for candidate in search.pool.varied(4):
+            if not self.open():
+                return
+            starts = starts_of(shop, candidate.orders)
+            assert starts is not None
+            pattern = pattern_of(shop, starts)
+            search.patterns.append((self.try_pattern(pattern), pattern))
+        repeated = patterns(search.problem)
+        while self.open() and (family_pattern := next(repeated, None)) is not None:
+            search.spend(self.budget, _FAMILY_WORK * STRIDE * shop.ranks * shop.stages)
+            search.patterns.append((self.try_pattern(family_pattern), family_pattern))
+
+    def change_patterns(self, share: float) -> None:
+        """Annealing of the patterns to start with, the best first, then of what they became."""
+        start, rounds, patterns = self.share, 6, self.search.patterns
+        patterns.sort(key=lambda pair: pair[0])
+        for index in range(rounds):
+            until = start + (share - start) * (index + 1) / rounds
+            if not patterns or not self.open(until):
+                return
+            # Places 0, 1, 2, then 2, 1, 0 of what they became: the best has the last word.
+            at = index if 2 * index < rounds else rounds - 1 - index
+            at = min(at, len(patterns) - 1)
+            patterns[at] = self.changed_pattern(patterns[at], until)
+            if 2 * index + 2 >= rounds:
+                patterns.sort(key=lambda pair: pair[0])
+
+    def changed_pattern(self, start: tuple[float, Pattern], until: float) -> tuple[float, Pattern]:
+        """Annealing of a pattern, from one percent of the makespan down to nothing; the best."""
+        since, random = self.share, self.search.random
+        (current, pattern), best = start, start
+        hot = 0.01 * self.search.best
+        while self.open(until):
+            changed = neighbour(self.search.shop, pattern, random)
+            made = self.try_pattern(changed)
+            left = max(0.0, 1 - (self.share - since) / (until - since))
+            if made < current - hot * left * math.log(1 - random.random()):
+                current, pattern = made, changed
+                best = min(best, (made, changed), key=lambda pair: pair[0])
+        return best
+
+    def anneal_best(self) -> None:
+        """A short annealing of several, a longer one of those that became best."""
+        search = self.search
+        rounds = ((6, 0.4, (0.3, 1.0, 0.1)), (3, 0.5, (0.3, 0.1, 1.0)), (1, 1.0, (0.2,)))
+        for count, share, hots in rounds:
+            chosen = search.pool.varied(count)
+            left = max(0, int(share * (self.last - search.spent)))
+            for index, candidate in enumerate(chosen):
+                if not self.open():
+                    return
+                cooling = Cooling(hots[index % len(hots)])
+                self._improve(candidate.orders, left // len(chosen), cooling)
+
+    def _improve(self, orders: Orders, work: int, cooling: Cooling) -> None:
+        search = self.search
+        result = anneal(
+            search.shop,
+            orders,
+            work=work,
+            random=search.random,
+            bound=search.bound,
+            cooling=cooling,
+            over=lambda: self.budget.over(_RESULT_WORK * search.shop.operations),
+        )
+        search.spend(self.budget, result.work, evaluations=result.evaluations)
+        search.keep(Candidate(result.seconds, result.orders, Origin.ANNEALED))

@@ -12,7 +12,7 @@ from pfeife.lowering.problem import Problem
 from pfeife.sched.search.budget import Budget
 from pfeife.sched.search.job_shop import JobShop, respects, starts_of
 from pfeife.sched.search.pattern import Pattern, neighbour, pattern_of, pattern_schedule
-from pfeife.sched.search.run import Search
+from pfeife.sched.search.run import Search, Turn
 from pfeife.sched.search.seeds import patterns
 
 
@@ -53,7 +53,7 @@ def test_a_pattern_that_gets_stuck_is_changed_until_it_runs(seed):
     stuck = next(patterns(problem))
     while not pattern_schedule(search.shop, stuck).left:
         stuck = neighbour(search.shop, stuck, random)
-    search.first, search.last = search.spent, search.spent + 10 * WORK
-    seconds, changed = search._changed_pattern((search._try_pattern(stuck), stuck), 1.0)
+    turn = Turn(search, search.budget, search.spent, search.spent + 10 * WORK)
+    seconds, changed = turn.changed_pattern((turn.try_pattern(stuck), stuck), 1.0)
     made = pattern_schedule(search.shop, changed)
     assert not made.left and made.seconds == seconds

@@ -10,7 +10,7 @@ from pfeife.sched.families import folded, looped
 from pfeife.sched.search import search_placements, search_schedule
 from pfeife.sched.search.budget import Budget
 from pfeife.sched.search.pool import Origin
-from pfeife.sched.search.run import Search
+from pfeife.sched.search.run import Search, Turn
 from pfeife.sched.search.search import search_within
 
 WORK = 200_000
@@ -83,8 +83,7 @@ def test_rules_and_patterns_spend_all_that_they_are_given():
 
 def test_a_large_search_begins_with_what_was_good_for_fewer_microbatches():
     search = Search(attrs.evolve(uneven(1)[0], microbatches=700), Budget.of(None, 20 * WORK), 0)
-    search.last = 20 * WORK
-    search._learn(0.5)
+    Turn(search, search.budget, 0, 20 * WORK).learn(0.5)
     assert {one.origin for one in search.pool.of()} == {Origin.RULE, Origin.PATTERN}
 
 
