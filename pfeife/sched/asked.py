@@ -12,7 +12,7 @@ from pfeife.ir.parts import Role
 from pfeife.ir.program import Program
 from pfeife.sched.by_family import Scheduling, of_family, saved_is_open
 from pfeife.sched.cutting.account import Account
-from pfeife.sched.cutting.layouts import Constraints
+from pfeife.sched.cutting.constraints import Constraints
 from pfeife.sched.cutting.recompute_policy import RecomputePolicy, with_recompute
 from pfeife.sched.cutting.stages import bytes_of
 from pfeife.sched.families.family import Family

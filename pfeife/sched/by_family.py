@@ -15,8 +15,9 @@ from pfeife.lowering.simulate import simulate
 from pfeife.lowering.verify import verify_schedule
 from pfeife.sched.cutting.account import Account, with_left_out
 from pfeife.sched.cutting.balanced import Cutter
+from pfeife.sched.cutting.constraints import Constraints
 from pfeife.sched.cutting.judged import best_cut, message_seconds
-from pfeife.sched.cutting.layouts import Constraints, even_cuts
+from pfeife.sched.cutting.layouts import even_cuts
 from pfeife.sched.cutting.recompute_greedy import in_flight
 from pfeife.sched.cutting.recompute_policy import RecomputePolicy
 from pfeife.sched.cutting.stages import room_for, stage_problem
@@ -88,16 +89,7 @@ def cut_for(
     """The cut with which a schedule takes least, or little longer with smaller messages."""
     placed = order.stage_ranks
     trained = any(action.do != Do.FORWARD for actions in order.ranks for action in actions)
-    cutter = Cutter(
-        account,
-        placed,
-        constraints.machines,
-        constraints.network,
-        flying,
-        constraints.microbatches,
-        constraints.memory_limit,
-        constraints.left_out,
-    )
+    cutter = Cutter(account, constraints, placed, flying)
 
     def judge(cut: tuple[int, ...]) -> tuple[float, float]:
         problem = _problem(account, cut, placed, constraints, busy=True)
@@ -107,18 +99,19 @@ def cut_for(
         return simulate(lowered, seconds_of(problem)).seconds, message_seconds(problem)
 
     operations = sum(map(len, order.ranks))
-    return best_cut(cutter, _others(cutter, constraints), judge, constraints.tolerance, operations)
+    return best_cut(cutter, _others(cutter), judge, constraints.tolerance, operations)
 
 
-def _others(cutter: Cutter, constraints: Constraints) -> Iterator[tuple[int, ...]]:
+def _others(cutter: Cutter) -> Iterator[tuple[int, ...]]:
     """Cuts that may be better than the one whose slowest stage is the fastest: as if all links were
     the slowest one, carried one message at a time whatever its direction, or were slower still
     (then messages are small); and, with several stages a rank, those whose ranks are loaded
     evenly."""
-    slow = constraints.machine
+    constraints, slow = cutter.constraints, cutter.constraints.machine
     for slower in (1, 2, 8, 32):
         machine = attrs.evolve(slow, link_bandwidth=slow.link_bandwidth / slower)
-        yield attrs.evolve(cutter, machine=machine, network=None).even()
+        alike = attrs.evolve(constraints, machine=machine, of_ranks=(), network=None)
+        yield attrs.evolve(cutter, constraints=alike).even()
     if len(cutter.stage_ranks) > len(set(cutter.stage_ranks)):
         yield from even_cuts(cutter.account, constraints, tuple(cutter.stage_ranks))
 

@@ -18,15 +18,9 @@ from pfeife.lowering.problem import Problem, fits, makespan
 from pfeife.passes import join_backward
 from pfeife.sched.cutting.account import Account, units_of
 from pfeife.sched.cutting.borders import borders, moved_to, open_borders, stages_from
+from pfeife.sched.cutting.constraints import Constraints
 from pfeife.sched.cutting.judged import STEPS, Score, message_seconds
-from pfeife.sched.cutting.layouts import (
-    Constraints,
-    Layout,
-    layout_of,
-    layouts_for,
-    lighter,
-    short_of_memory,
-)
+from pfeife.sched.cutting.layouts import Layout, layout_of, layouts_for, lighter, short_of_memory
 from pfeife.sched.cutting.memory_limit import OutOfMemory
 from pfeife.sched.cutting.recompute_choice import recompute_options
 from pfeife.sched.search.bound import lower_bound

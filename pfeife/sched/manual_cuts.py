@@ -8,8 +8,8 @@ from pfeife.ir.program import Program
 from pfeife.lowering.verify import verify_schedule
 from pfeife.sched.by_family import Scheduling, family_of
 from pfeife.sched.cutting.account import Account
+from pfeife.sched.cutting.constraints import Constraints
 from pfeife.sched.cutting.cuts import marked
-from pfeife.sched.cutting.layouts import Constraints
 from pfeife.sched.cutting.recompute_policy import RecomputePolicy
 
 log = logging.getLogger("pfeife")

@@ -25,10 +25,10 @@ from pfeife.sched.by_family import Scheduling
 from pfeife.sched.cutting.account import Account
 from pfeife.sched.cutting.blocks import CutAt, check_cut_at, closed_borders
 from pfeife.sched.cutting.clusters import clusters_of
+from pfeife.sched.cutting.constraints import Constraints
 from pfeife.sched.cutting.duplicated import cheap_to_recompute
 from pfeife.sched.cutting.heterogeneous import limits_of, machines_of, on_machines
 from pfeife.sched.cutting.judged import MESSAGE_TOLERANCE, checked_tolerance
-from pfeife.sched.cutting.layouts import Constraints
 from pfeife.sched.cutting.memory_limit import curves_of, kept_within
 from pfeife.sched.cutting.recompute_policy import RecomputePolicy
 from pfeife.sched.cutting.workload import workload_of

@@ -15,7 +15,7 @@ from pfeife.lowering.problem import Problem, seconds_of, transfers
 from pfeife.lowering.simulate import simulate
 from pfeife.sched.by_family import slower
 from pfeife.sched.cutting.account import Account, units_of
-from pfeife.sched.cutting.layouts import Constraints
+from pfeife.sched.cutting.constraints import Constraints
 from pfeife.sched.cutting.stages import stage_problem
 
 

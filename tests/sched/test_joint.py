@@ -18,7 +18,7 @@ from pfeife.data.tried import Tried
 from pfeife.ir.parts import Kind
 from pfeife.lowering.problem import Problem, fits, makespan
 from pfeife.sched.cutting.account import Account
-from pfeife.sched.cutting.layouts import Constraints
+from pfeife.sched.cutting.constraints import Constraints
 from pfeife.sched.cutting.stages import room_for, stage_problem
 from pfeife.sched.cutting.workload import Flow, Workload, workload_of
 from pfeife.sched.families.orders import folded, looped

@@ -42,6 +42,9 @@ class Footprint:
     back: int
 
 
+_NOTHING = Footprint(state=0, temporaries=0, late=0, saved=0, kept=0, ahead=0, back=0)
+
+
 @attrs.frozen
 class Relief:
     """What clusters compute again in their backward, and how many bytes of a microbatch each saves
@@ -70,10 +73,7 @@ class Account:
         """Bytes of these clusters."""
         key = tuple(units)
         if key not in self._known:
-            growing = _Growing(self.work)
-            for unit in key:
-                growing.add(unit)
-            self._known[key] = growing.held
+            *_, self._known[key] = (_NOTHING, *growing(self.work, key))
         return self._known[key]
 
     def always(
@@ -109,58 +109,42 @@ class Account:
         return totals
 
 
-def held_from(work: Workload, first: int) -> Iterator[Footprint]:
-    """Bytes of a cluster alone, with the next one, with the next two, ..."""
-    growing = _Growing(work)
-    for unit in range(first, work.units):
-        growing.add(unit)
-        yield growing.held
-
-
-class _Growing:
-    """The sums of clusters that come one after the other."""
-
-    def __init__(self, work: Workload):
-        self.work = work
-        self.units: set[int] = set()
-        self.state = 0
-        self._known: set[int] = set()
-        self._made: Counter[Kind] = Counter()
-        self._most: dict[Kind, int] = {}
-        self._roles: dict[int, frozenset[str]] = {}
-        self._sums = {role: _Distinct() for role in ("late", "kept", "saved", "ahead", "back")}
-
-    @property
-    def held(self) -> Footprint:
-        calls = (self._made[kind] + most for kind, most in self._most.items())
-        sums = {role: total.bytes for role, total in self._sums.items()}
-        return Footprint(state=self.state, temporaries=max(calls, default=0), **sums)
-
-    def add(self, unit: int) -> None:
-        work = self.work
-        self.units.add(unit)
-        self.state += work.gradients[unit]
-        for index in work.state_at[unit]:
-            if index not in self._known:
-                self._known.add(index)
-                self.state += work.state[index][0]
+def growing(work: Workload, units: Iterable[int]) -> Iterator[Footprint]:
+    """Bytes of the first of some clusters alone, with the next one, with the next two, ..."""
+    together: set[int] = set()
+    seen: set[int] = set()  # entries of the state
+    state, made, most = 0, Counter[Kind](), dict.fromkeys(work.temporaries, 0)
+    roles: dict[int, frozenset[str]] = {}  # of flows
+    users = Counter[tuple[str, Hashable]]()
+    totals = dict.fromkeys(("late", "kept", "saved", "ahead", "back"), 0)
+    for unit in units:
+        together.add(unit)
+        new = set(work.state_at[unit]) - seen
+        seen |= new
+        state += work.gradients[unit] + sum(work.state[index][0] for index in new)
         for kind, sizes in work.temporaries.items():
-            self._made[kind] += work.made[kind][unit]
-            self._most[kind] = max(self._most.get(kind, 0), sizes[unit])
+            made[kind] += work.made[kind][unit]
+            most[kind] = max(most[kind], sizes[unit])
         for index in work.flows_at[unit]:
-            self._count(index, work.flows[index])
+            flow, before = work.flows[index], roles.get(index, frozenset())
+            now = roles[index] = _roles(flow, together)
+            # With another cluster beside it a value may lose a role, too: it is not sent to its
+            # reader any more.
+            for role in before ^ now:
+                key, size = _counted(index, flow, role)
+                there = users[role, key] > 0
+                users[role, key] += 1 if role in now else -1
+                totals[role] += size * ((users[role, key] > 0) - there)
+        temporaries = max((made[kind] + most[kind] for kind in most), default=0)
+        yield Footprint(state=state, temporaries=temporaries, **totals)
 
-    def _count(self, index: int, flow: Flow) -> None:
-        before, now = self._roles.get(index, frozenset()), _roles(flow, self.units)
-        self._roles[index] = now
-        # With another cluster beside it a value may lose a role, too: it is not sent to its reader.
-        for role in before ^ now:
-            messages = role in ("ahead", "back")
-            # Values are sent one by one; what is saved counts once, however many look at its
-            # storage.
-            key = index if messages else flow.storage
-            size = flow.bytes if messages else flow.storage.bytes if flow.storage else 0
-            self._sums[role].change(key, size, 1 if role in now else -1)
+
+def _counted(index: int, flow: Flow, role: str) -> tuple[Hashable, int]:
+    """What a flow counts as in a role, once however often, and its bytes."""
+    # Values are sent one by one; what is saved counts once, however many look at its storage.
+    if role in ("ahead", "back"):
+        return index, flow.bytes
+    return flow.storage, flow.storage.bytes if flow.storage else 0
 
 
 def _roles(flow: Flow, units: set[int]) -> frozenset[str]:
@@ -177,19 +161,6 @@ def _roles(flow: Flow, units: set[int]) -> frozenset[str]:
     if not made and (Kind.FORWARD in kinds if forward else kinds):
         roles |= {"ahead" if forward else "back"}
     return frozenset(roles)
-
-
-class _Distinct:
-    """Bytes of things that several ask for."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-        self.users: Counter[Hashable] = Counter()
-
-    def change(self, key: Hashable, size: int, by: int) -> None:
-        before = self.users[key]
-        self.users[key] += by
-        self.bytes += size * ((before + by > 0) - (before > 0))
 
 
 def posted(footprint: Footprint, stages: int, microbatches: int) -> int:

@@ -13,8 +13,8 @@ import numpy as np
 from pfeife.data.machine import Machine
 from pfeife.data.network import Network
 from pfeife.data.units import size
-from pfeife.sched.cutting.account import Account, held_from, posted, with_left_out
-from pfeife.sched.cutting.border_links import Border, Machines, borders_of
+from pfeife.sched.cutting.account import Account, growing, posted, with_left_out
+from pfeife.sched.cutting.border_links import Border, borders_of
 from pfeife.sched.cutting.borders import (
     climbed,
     evenest,
@@ -24,6 +24,7 @@ from pfeife.sched.cutting.borders import (
     worst_of,
 )
 from pfeife.sched.cutting.clusters import Clusters, StageTimes, clusters_of
+from pfeife.sched.cutting.constraints import Constraints
 from pfeife.sched.cutting.memory_limit import OutOfMemory, TooManyStages
 from pfeife.sched.cutting.workload import Workload
 
@@ -40,18 +41,19 @@ class Cutter:
     of its time (see `Machine.overlap`), or the transfer over its first border if that is longer,
     each over the link of the two ranks (of the `machine`s without a `network`). Its bytes
     are what it has all the time and what `in_flight[stage]` microbatches save (see `account`), with
-    what is `left_out` of that on every rank; of the `limit` bytes of a rank no stage has much more
-    than its share.
+    what is left out of that on every rank; of the bytes of a rank that the `constraints` allow no
+    stage has much more than its share.
     """
 
     account: Account
+    constraints: Constraints
     stage_ranks: Sequence[int]
-    machine: Machines
-    network: Network | None
     in_flight: Sequence[int]
-    microbatches: int
-    limit: float
-    left_out: Sequence[int] = ()
+
+    @property
+    def limit(self) -> float:
+        """Bytes that every rank may have."""
+        return self.constraints.memory_limit
 
     @cached_property
     def clusters(self) -> Clusters:
@@ -72,24 +74,32 @@ class Cutter:
     @cached_property
     def borders(self) -> tuple[Border | None, ...]:
         """By stage the link with the stage before it."""
-        return borders_of(self.stage_ranks, self.machine, self.network)
+        return borders_of(self.stage_ranks, self.constraints.machines, self.constraints.network)
 
     @cached_property
-    def memory(self) -> "_Memory":
-        """Bytes of stages between any two edges, and of ranks."""
-        return _Memory(
-            self.account,
-            self.edges,
-            self.stage_ranks,
-            self.in_flight,
-            self.microbatches,
-            self.left_out,
+    def _limited_shares(self) -> list[np.ndarray]:
+        return self.shares(self.limit)
+
+    def shares(self, most: float) -> list[np.ndarray]:
+        """Bytes of every stage between any two edges, with its part of what all stages of its rank
+        need together; endless where that is surely more than `most`."""
+        counts, left = Counter(self.stage_ranks), dict(enumerate(self.constraints.left_out))
+        each = {rank: left.get(rank, 0) / count for rank, count in counts.items()}
+        state, saved, together = _spans(
+            self.account.work, self.edges, self.constraints.microbatches, most - min(each.values())
         )
+        return [
+            state + self.in_flight[stage] * saved + together / counts[rank] + each[rank]
+            for stage, rank in enumerate(self.stage_ranks)
+        ]
 
-    @cached_property
-    def shares(self) -> list[np.ndarray]:
-        """Bytes of every stage with its part of its rank's, endless far beyond the limit."""
-        return self.memory.shares(self.limit)
+    def worst(self, starts: Sequence[int]) -> int:
+        """What the worst rank needs, of the clusters at which stages start."""
+        stage_of = stages_from(starts, self.account.work.units)
+        needed = self.account.needed(
+            stage_of, self.stage_ranks, self.constraints.microbatches, self.in_flight
+        )
+        return max(with_left_out(needed, self.constraints.left_out))
 
     def even(self) -> tuple[int, ...]:
         """The stage of every cluster, such that the slowest stage is as fast as can be, and among
@@ -104,13 +114,13 @@ class Cutter:
         def fastest(room: float) -> list[int] | None:
             return evenest(self.edges, stages, lambda stage: self._within(stage, room))
 
-        starts = _roomy(fastest, self.memory.worst, self.limit)
+        starts = _roomy(fastest, self.worst, self.limit)
         if starts is None:
             # None was found. The roomiest one shows if any fits, and what it lacks where none does;
             # it starts where the fullest stage is as small as can be.
-            every = self.memory.shares(math.inf)
+            every = self.shares(math.inf)
             _, start = worst_of(self.edges, stages, every.__getitem__) or (math.inf, [])
-            starts = roomiest(self.clusters, start, self.memory.worst, self.limit)
+            starts = roomiest(self.clusters, start, self.worst, self.limit)
             if self.lacking(starts) > 0:
                 raise _refusal(self.clusters, stages, self.limit, self.lacking(starts))
         return stages_from(starts, units)
@@ -136,20 +146,20 @@ class Cutter:
 
             return least(self.edges, stages, messages)
 
-        starts = _roomy(quietest, self.memory.worst, self.limit)
+        starts = _roomy(quietest, self.worst, self.limit)
         return None if starts is None else stages_from(starts, self.account.work.units)
 
     def lacking(self, starts: Sequence[int]) -> float:
         """Bytes that the worst rank lacks, of the clusters at which stages start; not positive
         where they fit."""
-        return -math.inf if math.isinf(self.limit) else self.memory.worst(starts) - self.limit
+        return -math.inf if math.isinf(self.limit) else self.worst(starts) - self.limit
 
     def _within(self, stage: int, room: float) -> np.ndarray:
         """The seconds of a stage, endless where it has more than so many bytes."""
         seconds = self.times.of(stage)
-        return (
-            seconds if math.isinf(room) else np.where(self.shares[stage] <= room, seconds, np.inf)
-        )
+        if math.isinf(room):
+            return seconds
+        return np.where(self._limited_shares[stage] <= room, seconds, np.inf)
 
     def _check(self) -> None:
         stages, units = len(self.stage_ranks), self.account.work.units
@@ -174,41 +184,9 @@ def balanced(
 ) -> tuple[int, ...]:
     """`Cutter.even` within a machine's memory, unless another limit is given."""
     limit = machine.memory if memory_limit is None else memory_limit
-    cutter = Cutter(
-        account, stage_ranks, machine, network, in_flight, microbatches, limit, left_out
-    )
-    return cutter.even()
-
-
-@attrs.frozen
-class _Memory:
-    """What contiguous stages need on their ranks."""
-
-    account: Account
-    edges: Sequence[int]
-    stage_ranks: Sequence[int]
-    in_flight: Sequence[int]
-    microbatches: int
-    left_out: Sequence[int]
-
-    def shares(self, most: float) -> list[np.ndarray]:
-        """What every stage needs, with its part of what all stages of its rank need together;
-        endless where that is surely more than `most`."""
-        counts, left = Counter(self.stage_ranks), dict(enumerate(self.left_out))
-        each = {rank: left.get(rank, 0) / count for rank, count in counts.items()}
-        state, saved, together = _spans(
-            self.account.work, self.edges, self.microbatches, most - min(each.values())
-        )
-        return [
-            state + self.in_flight[stage] * saved + together / counts[rank] + each[rank]
-            for stage, rank in enumerate(self.stage_ranks)
-        ]
-
-    def worst(self, starts: Sequence[int]) -> int:
-        """What the worst rank needs, of the clusters at which stages start."""
-        stage_of = stages_from(starts, self.account.work.units)
-        needed = self.account.needed(stage_of, self.stage_ranks, self.microbatches, self.in_flight)
-        return max(with_left_out(needed, self.left_out))
+    ranks, more = 1 + max(stage_ranks), tuple(left_out)
+    constraints = Constraints(machine, microbatches, ranks, limit, network, left_out=more)
+    return Cutter(account, constraints, stage_ranks, in_flight).even()
 
 
 def _spans(
@@ -219,7 +197,7 @@ def _spans(
     state, saved, together = (np.full((len(edges),) * 2, fill) for fill in (np.inf, 0.0, 0.0))
     place = {edge: index for index, edge in enumerate(edges)}
     for i, first in enumerate(edges[:-1]):
-        for end, footprint in enumerate(held_from(work, first), first + 1):
+        for end, footprint in enumerate(growing(work, range(first, work.units)), first + 1):
             if footprint.state > most:  # it only grows
                 break
             if end in place:

@@ -6,10 +6,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 from reprlib import repr as short
 
-from pfeife.ir.outline import inline
-from pfeife.ir.parts import Kind
 from pfeife.ir.program import Program
 from pfeife.sched.cutting.clusters import Clusters
+from pfeife.sched.cutting.cuts import forward_units
 from pfeife.sched.cutting.partitions import module_stack
 
 # "anywhere", "blocks", or the modules at whose borders there may be cuts, by their paths.
@@ -109,10 +108,8 @@ def _gaps(units: Sequence[int], where: Sequence[str]) -> Iterator[range]:
 def _forwards(program: Program) -> tuple[list[int], list[tuple[tuple[str, str], ...]]]:
     """Of the operations of clusters' forwards the clusters, and the modules that they were
     captured in."""
-    flat, groups = inline(program)
-    nodes = (node for node in flat.module.graph.nodes if node.name in groups)
-    forward = [node for node in nodes if groups[node.name].kind == Kind.FORWARD]
-    return [groups[node.name].unit for node in forward], list(map(module_stack, forward))
+    units = forward_units(program)
+    return list(units.values()), list(map(module_stack, units))
 
 
 def _check_modules(

@@ -14,7 +14,7 @@ Machines = Machine | tuple[Machine, ...]  # one for all ranks, or one a rank
 _LARGE = 2**24  # bytes of a message by which machines' links are compared
 
 
-@attrs.frozen
+@attrs.frozen(eq=False)
 class Border:
     """What joins the ranks of a stage and of the one before it: values go `ahead`, gradients
     `back`."""

@@ -2,9 +2,8 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
-from typing import Any
 
 import attrs
 import numpy as np
@@ -90,30 +89,23 @@ class StageTimes:
     def _clusters(self) -> Clusters:
         return clusters_of(self.work)
 
+    # Equal links are one border (see `borders_of`), so stages alike are summed up once.
     @cached_property
-    def _known(self) -> dict[object, Any]:
-        return {}
+    def _seconds(self) -> Callable[[int, Border | None, Border | None], np.ndarray]:
+        return cache(self._between)
 
-    def _once(self, key: object, make: Callable[[], Any]) -> Any:
-        if key not in self._known:
-            self._known[key] = make()
-        return self._known[key]
+    @cached_property
+    def _taken(self) -> Callable[[Border | None], _Taken]:
+        return cache(self._of_messages)
 
-    def _seconds(self, rank: int, first: Border | None, second: Border | None) -> np.ndarray:
-        def make() -> np.ndarray:
-            seconds = clusters_of(self.work, rank).seconds
-            time = np.array([0.0, *accumulate(seconds)])[list(self.edges)]
-            taken = self._taken(first)
-            needed = between(time) + (taken.after[:, None] + self._taken(second).before)
-            return np.maximum(needed, taken.arriving[:, None])
+    def _between(self, rank: int, first: Border | None, second: Border | None) -> np.ndarray:
+        seconds = clusters_of(self.work, rank).seconds
+        time = np.array([0.0, *accumulate(seconds)])[list(self.edges)]
+        taken = self._taken(first)
+        needed = between(time) + (taken.after[:, None] + self._taken(second).before)
+        return np.maximum(needed, taken.arriving[:, None])
 
-        # By identity: equal links are one object (see `borders_of`), and this holds them all.
-        return self._once((rank, id(first), id(second)), make)
-
-    def _taken(self, border: Border | None) -> _Taken:
-        return self._once(id(border), lambda: self._made(border))
-
-    def _made(self, border: Border | None) -> _Taken:
+    def _of_messages(self, border: Border | None) -> _Taken:
         inner, clusters = range(1, self.work.units), self._clusters
         rows = []
         for at in self.edges:

@@ -30,12 +30,8 @@ def split_at(program: Program, points: Mapping[str, str]) -> tuple[int, ...]:
     been given the same points, so that clusters end there. Raises ValueError for a module that
     computes nothing, and where a cluster goes on across a point.
     """
-    flat, groups = inline(program)
-    forward = [
-        n
-        for n in flat.module.graph.nodes
-        if n.name in groups and groups[n.name].kind == Kind.FORWARD and not is_number(n)
-    ]
+    unit_of = forward_units(program)
+    forward = [node for node in unit_of if not is_number(node)]
     starts = set()
     for path, side in points.items():
         inside = [i for i, node in enumerate(forward) if _inside(node, path)]
@@ -43,7 +39,7 @@ def split_at(program: Program, points: Mapping[str, str]) -> tuple[int, ...]:
             raise ValueError(f"split at {path}: no module of that name computes anything")
         position = inside[0] if side == "begin" else inside[-1] + 1
         if 0 < position < len(forward):
-            before, after = (groups[forward[p].name].unit for p in (position - 1, position))
+            before, after = (unit_of[forward[p]] for p in (position - 1, position))
             if before == after:
                 raise ValueError(
                     f"split at {path}: cluster {after} goes on across this point; "
@@ -51,6 +47,14 @@ def split_at(program: Program, points: Mapping[str, str]) -> tuple[int, ...]:
                 )
             starts.add(after)
     return stages_from(starts, program.units)
+
+
+def forward_units(program: Program) -> dict[fx.Node, int]:
+    """The operations of the forwards of clusters, in their order, with their clusters."""
+    flat, groups = inline(program)
+    nodes = [node for node in flat.module.graph.nodes if node.name in groups]
+    calls = {node: groups[node.name] for node in nodes}
+    return {node: call.unit for node, call in calls.items() if call.kind == Kind.FORWARD}
 
 
 def _inside(node: fx.Node, path: str) -> bool:

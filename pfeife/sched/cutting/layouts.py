@@ -7,53 +7,19 @@ from itertools import accumulate, pairwise
 
 import attrs
 
-from pfeife.data.machine import Machine
-from pfeife.data.network import Network
-from pfeife.data.optimizers import Optimizer
 from pfeife.data.plan import RecomputeOption
 from pfeife.lowering.problem import Problem
 from pfeife.sched.cutting.account import NO_RELIEF, Account, Relief, with_left_out
 from pfeife.sched.cutting.balanced import roomiest
-from pfeife.sched.cutting.border_links import Border, Machines, borders_of
+from pfeife.sched.cutting.border_links import Border, borders_of
 from pfeife.sched.cutting.borders import borders, climbed, open_borders, stages_from
 from pfeife.sched.cutting.clusters import Clusters, clusters_of
+from pfeife.sched.cutting.constraints import Constraints
 from pfeife.sched.cutting.memory_limit import TooManyStages
-from pfeife.sched.cutting.recompute_choice import cheapest
+from pfeife.sched.cutting.recompute_choice import cheapest_first
 from pfeife.sched.cutting.stages import room_for, stage_problem
 from pfeife.sched.cutting.workload import Workload
 from pfeife.sched.families.orders import folded, looped
-
-
-@attrs.frozen
-class Constraints:
-    """What a plan is to keep to: the machine and its links, microbatches, ranks, bytes a rank, the
-    optimizer, stages if their number is given, cuts and the stages' ranks likewise, and what the
-    account of bytes leaves out of every rank (negative where it says too much). `of_ranks` are the
-    machines of the ranks where they differ; `tolerance` is how much longer (a fraction) a step may
-    take whose messages are smaller (see `Score`)."""
-
-    machine: Machine
-    microbatches: int
-    ranks: int
-    memory_limit: float
-    network: Network | None = None
-    optimizer: Optimizer | None = None
-    stages: int | None = None
-    cuts: tuple[int, ...] | None = None
-    placement: tuple[int, ...] | None = None
-    left_out: tuple[int, ...] = ()
-    of_ranks: tuple[Machine, ...] = ()
-    tolerance: float = 0.0
-
-    @property
-    def machines(self) -> Machines:
-        """One for all ranks, or one a rank."""
-        return self.of_ranks or self.machine
-
-    @property
-    def count(self) -> int:
-        """How many stages there are, or one a rank where that is left open."""
-        return 1 + max(self.cuts) if self.cuts else self.stages or self.ranks
 
 
 @attrs.frozen
@@ -258,20 +224,10 @@ def lighter(
                 for unit, stage in enumerate(layout.stage_of)
                 if layout.problem.stage_ranks[stage] == rank
             ]
-            chosen |= _relief(units, options, lacking)
+            at = cheapest_first(options, dict.fromkeys(units, 0), lacking)
+            chosen |= {unit: options[unit][index] for unit, index in at.items() if index}
         if chosen:
             less = {u: options[u][0].saved - option.saved for u, option in chosen.items()}
             cut, placement = layout.stage_of, layout.problem.stage_ranks
             relieved.append(layout_of(account, constraints, cut, placement, Relief(chosen, less)))
     return relieved
-
-
-def _relief(
-    units: Sequence[int], options: Sequence[Sequence[RecomputeOption]], lacking: float
-) -> dict[int, RecomputeOption]:
-    """Options of clusters that save the bytes that are lacking, the cheapest by the byte first."""
-    at = dict.fromkeys(units, 0)
-    while lacking > 0 and (unit := cheapest(options, at, units)) is not None:
-        lacking -= options[unit][at[unit]].saved - options[unit][at[unit] + 1].saved
-        at[unit] += 1
-    return {unit: options[unit][index] for unit, index in at.items() if index}

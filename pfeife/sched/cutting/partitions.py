@@ -8,11 +8,10 @@ import numpy as np
 from torch import fx
 
 from pfeife.ir.messages import holders
-from pfeife.ir.outline import inline
-from pfeife.ir.parts import Kind, Role
+from pfeife.ir.parts import Role
 from pfeife.ir.program import Program
 from pfeife.sched.cutting.borders import between, evenest, stages_from
-from pfeife.sched.cutting.cuts import split_at
+from pfeife.sched.cutting.cuts import forward_units, split_at
 from pfeife.sched.cutting.workload import blocked_borders
 
 # "parameters", "uniform", "type:Regex"; the clusters at which stages start, or the modules; or a
@@ -98,15 +97,13 @@ def _modules(program: Program, pattern: str) -> list[int]:
         wanted = re.compile(pattern, re.IGNORECASE)
     except re.error as error:
         raise ValueError(f"partition='type:{pattern}': {error}") from None
-    flat, groups = inline(program)
     first: dict[str, int] = {}
     classes: set[str] = set()
-    for node in flat.module.graph.nodes:
-        if node.name in groups and groups[node.name].kind == Kind.FORWARD:
-            for path, kind in module_stack(node):
-                classes.add(kind)
-                if wanted.search(kind):
-                    first.setdefault(path, groups[node.name].unit)
+    for node, unit in forward_units(program).items():
+        for path, kind in module_stack(node):
+            classes.add(kind)
+            if wanted.search(kind):
+                first.setdefault(path, unit)
     if not first:
         raise ValueError(
             f"partition='type:{pattern}': no module has such a class; there are {sorted(classes)}"

@@ -98,17 +98,30 @@ def _options(stage: "_Stage", most: int) -> tuple[RecomputeOption, ...]:
     return tuple(options)
 
 
-def cheapest(
-    options: Sequence[Sequence[RecomputeOption]], at: Mapping[int, int], among: Iterable[int]
-) -> int | None:
-    """Of those at option `at[i]`, from which each may go on to its next one, that which saves its
-    bytes in the fewest seconds each; None where all are at their last."""
+def cheapest_first(
+    options: Sequence[Sequence[RecomputeOption]],
+    at: Mapping[int, int],
+    lacking: float,
+    times: Sequence[int] | None = None,
+) -> dict[int, int]:
+    """Where those at option `at[i]` are when, one after the other, the one that saves its bytes in
+    the fewest seconds each has gone on to its next option, until what is lacking is saved or all
+    are at their last. An option saves its bytes so many `times`, once unless given."""
+    reached = dict(at)
 
     def price(i: int) -> float:
-        now, then = options[i][at[i]], options[i][at[i] + 1]
+        now, then = options[i][reached[i]], options[i][reached[i] + 1]
         return (then.extra_seconds - now.extra_seconds) / (now.saved - then.saved)
 
-    return min((i for i in among if at[i] + 1 < len(options[i])), key=price, default=None)
+    while lacking > 0:
+        open_ = (i for i in reached if reached[i] + 1 < len(options[i]))
+        chosen = min(open_, key=price, default=None)
+        if chosen is None:
+            break
+        now, then = options[chosen][reached[chosen]], options[chosen][reached[chosen] + 1]
+        lacking -= (now.saved - then.saved) * (times[chosen] if times else 1)
+        reached[chosen] += 1
+    return reached
 
 
 @attrs.frozen(eq=False, slots=False)

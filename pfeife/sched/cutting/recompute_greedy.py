@@ -8,7 +8,7 @@ import attrs
 from pfeife.data.plan import Plan, RecomputeOption
 from pfeife.data.schedule import Do, Schedule
 from pfeife.data.timeline import MemoryCurve
-from pfeife.sched.cutting.recompute_choice import cheapest
+from pfeife.sched.cutting.recompute_choice import cheapest_first
 
 Options = Sequence[Sequence[RecomputeOption]]
 
@@ -46,7 +46,9 @@ def relieved(
             now = {stage: at[stage] for stage in stages_of[rank]}
             if rank not in least or lacking < least[rank][0]:
                 least[rank] = lacking, now
-            moved |= _go_on(options, at, stages_of[rank], flying, lacking)
+            on = cheapest_first(options, now, lacking, flying)
+            moved |= on != now
+            at |= on
         if not moved:
             for rank in over:
                 at |= least[rank][1]
@@ -55,23 +57,6 @@ def relieved(
         if not moved:
             break
     return current
-
-
-def _go_on(
-    options: Options,
-    at: dict[int, int],
-    stages: Sequence[int],
-    flying: Sequence[int],
-    lacking: float,
-) -> bool:
-    """Whether one of the stages has gone on, in `at`, to the next options that may be enough."""
-    moved = False
-    while (lacking > 0 or not moved) and (stage := cheapest(options, at, stages)) is not None:
-        saved = options[stage][at[stage]].saved - options[stage][at[stage] + 1].saved
-        lacking -= saved * flying[stage]
-        at[stage] += 1
-        moved = True
-    return moved
 
 
 def with_blocks(options: Options, blocks: Sequence[RecomputeOption]) -> list[list[RecomputeOption]]:

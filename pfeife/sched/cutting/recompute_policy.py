@@ -9,10 +9,10 @@ from torch import fx
 from pfeife.data.machine import Machine
 from pfeife.data.plan import Plan, RecomputeOption
 from pfeife.data.timeline import MemoryCurve
-from pfeife.ir.outline import inline
 from pfeife.ir.parts import Kind
 from pfeife.ir.program import Program
 from pfeife.passes import join_backward, partition
+from pfeife.sched.cutting.cuts import forward_units
 from pfeife.sched.cutting.recompute_choice import choose_recompute, recompute_options
 from pfeife.sched.cutting.recompute_greedy import relieved, with_blocks
 
@@ -79,12 +79,7 @@ def check_policy(how: RecomputePolicy | None) -> None:
 
 def _forwards(program: Program) -> dict[fx.Node, str]:
     """The forward's operations, with the paths of their modules."""
-    flat, groups = inline(program)
-    return {
-        node: str(node.meta.get("module_path") or "")
-        for node in flat.module.graph.nodes
-        if node.name in groups and groups[node.name].kind == Kind.FORWARD
-    }
+    return {node: str(node.meta.get("module_path") or "") for node in forward_units(program)}
 
 
 # As short as can be: of blocks within blocks the outer one.

@@ -18,8 +18,8 @@ from pfeife.sched.by_family import cut_for, in_flight
 from pfeife.sched.cutting.account import Account
 from pfeife.sched.cutting.balanced import Cutter
 from pfeife.sched.cutting.borders import borders
+from pfeife.sched.cutting.constraints import Constraints
 from pfeife.sched.cutting.judged import Score, message_seconds
-from pfeife.sched.cutting.layouts import Constraints
 from pfeife.sched.cutting.stages import stage_problem
 from pfeife.sched.cutting.workload import Flow, Workload
 from pfeife.sched.families.policies import POLICIES
@@ -71,7 +71,8 @@ def test_own_links_are_never_slower_than_the_slowest_one_everywhere(data):
     work = two_ways(seconds, crossing)
     order, cut, judge = made(work, network, ranks, name, m)
     seen, flying = network.seen_by(HOST), in_flight(order)
-    cutter = Cutter(Account(work), order.stage_ranks, seen, None, flying, m, float("inf"))
+    constraints = Constraints(seen, m, 1 + max(order.stage_ranks), float("inf"))
+    cutter = Cutter(Account(work), constraints, order.stage_ranks, flying)
     assert judge(cut)[0] <= judge(cutter.even())[0] * (1 + 1e-9)
     _, quiet, _ = made(work, network, ranks, name, m, tolerance=0.1)
     (least, most), (taken, messages) = judge(cut), judge(quiet)

@@ -8,7 +8,8 @@ from pfeife.cost.body import Storage
 from pfeife.data.plan import RecomputeOption
 from pfeife.ir.parts import Kind
 from pfeife.sched.cutting.account import Account
-from pfeife.sched.cutting.layouts import Constraints, layouts_for, lighter, short_of_memory
+from pfeife.sched.cutting.constraints import Constraints
+from pfeife.sched.cutting.layouts import layouts_for, lighter, short_of_memory
 from pfeife.sched.cutting.memory_limit import OutOfMemory
 from pfeife.sched.cutting.workload import Flow, Workload
 from pfeife.sched.joint import search_workload
