@@ -20,7 +20,7 @@ from pfeife.sched.cutting.judged import best_cut, message_seconds
 from pfeife.sched.cutting.layouts import even_cuts
 from pfeife.sched.cutting.recompute_greedy import in_flight
 from pfeife.sched.cutting.recompute_policy import RecomputePolicy
-from pfeife.sched.cutting.stages import room_for, stage_problem
+from pfeife.sched.cutting.stages import problem_of, room_for
 from pfeife.sched.families.family import Family, splits_backwards
 from pfeife.sched.families.policies import forward_only, policy
 from pfeife.sched.search.bound import lower_bound
@@ -51,7 +51,7 @@ def of_family(
     # nothing.
     flying = (0,) * count if saved_is_open(recompute) else in_flight(order)
     stage_of = constraints.cuts or cut_for(account, constraints, order, flying)
-    problem = _problem(account, stage_of, placed, constraints)
+    problem = problem_of(account, constraints, stage_of, placed)
     if trained and callable(schedule) and not isinstance(schedule, Family):
         always = with_left_out(account.always(stage_of, placed, m), constraints.left_out)
         limited = attrs.evolve(problem, memory=room_for(constraints.memory_limit, always))
@@ -70,19 +70,6 @@ def of_family(
     )
 
 
-def _problem(
-    account: Account,
-    stage_of: Sequence[int],
-    stage_ranks: Sequence[int],
-    constraints: Constraints,
-    busy: bool = False,
-) -> Problem:
-    machines, network, m = constraints.machines, constraints.network, constraints.microbatches
-    return stage_problem(
-        account, stage_of, stage_ranks, m, machine=machines, network=network, busy=busy
-    )
-
-
 def cut_for(
     account: Account, constraints: Constraints, order: Schedule, flying: Sequence[int]
 ) -> tuple[int, ...]:
@@ -92,7 +79,7 @@ def cut_for(
     cutter = Cutter(account, constraints, placed, flying)
 
     def judge(cut: tuple[int, ...]) -> tuple[float, float]:
-        problem = _problem(account, cut, placed, constraints, busy=True)
+        problem = problem_of(account, constraints, cut, placed, busy=True)
         if trained:
             return makespan(problem, order), message_seconds(problem)
         lowered = insert_actions(order, transfers(problem))

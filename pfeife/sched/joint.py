@@ -1,6 +1,5 @@
 """Cuts, placement, stages a rank and schedule searched together."""
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +16,14 @@ from pfeife.ir.program import Program
 from pfeife.lowering.problem import Problem, fits, makespan
 from pfeife.passes import join_backward
 from pfeife.sched.cutting.account import Account, units_of
-from pfeife.sched.cutting.borders import borders, moved_to, open_borders, stages_from
+from pfeife.sched.cutting.borders import (
+    borders,
+    clearly_less,
+    climbed,
+    moves_of,
+    open_borders,
+    stages_from,
+)
 from pfeife.sched.cutting.constraints import Constraints
 from pfeife.sched.cutting.judged import STEPS, Score, message_seconds
 from pfeife.sched.cutting.layouts import Layout, layout_of, layouts_for, lighter, short_of_memory
@@ -146,10 +152,8 @@ def search_workload(
     whole = _Whole(after)
     judge = whole.of(roomy)
     at, result = search_within(problems, budget.part(0.65), seed=seed, jobs=jobs, further=judge)
-    layout, schedule = _moved(
-        account, constraints, roomy[at], result.schedule, budget.part(0.5), whole
-    )
-    interrupted, bound = result.interrupted, None
+    schedule, interrupted, bound = result.schedule, result.interrupted, None
+    layout = _moved(account, constraints, roomy[at], schedule, budget.part(0.5), whole)
     if result.gap > 1e-6 and not budget.over():
         _, again = search_within(
             [layout.problem],
@@ -215,37 +219,38 @@ def _moved(
     schedule: Schedule,
     budget: Budget,
     whole: _Whole,
-) -> tuple[Layout, Schedule]:
+) -> Layout:
     """Cuts moved border by border as long as the step with the same schedule counts less by it
     (see `Score`)."""
-    units = account.work.units
+    if constraints.cuts is not None:
+        return layout
+    units, starts = account.work.units, borders(layout.stage_of)
     first = whole.seconds(layout, schedule), message_seconds(layout.problem)
     score = Score(*first, constraints.tolerance)
-    best = score.of(*first)
-    starts, placement = list(borders(layout.stage_of)), layout.problem.stage_ranks
-    edges = [0, *open_borders(units, account.work.blocked), units]
     work = _JUDGED * sum(map(len, schedule.ranks))
-    moved = constraints.cuts is None
-    while moved:
-        moved = False
-        for at, step in itertools.product(range(len(starts)), STEPS):
-            if budget.left < work or budget.over(work):
-                return layout, schedule
-            tried = moved_to(edges, starts, [(at, step)])
-            if tried is None:
-                continue
-            budget.spend(work)
-            cut = stages_from(tried, units)
-            # What is recomputed is said by cluster, so it moves with its cluster to the other
-            # stage.
-            candidate = layout_of(account, constraints, cut, placement, layout.relief)
-            if candidate.shortage <= 0 and fits(candidate.problem, schedule):
-                count = score.of(
-                    whole.seconds(candidate, schedule), message_seconds(candidate.problem)
-                )
-                if count < best * (1 - 1e-9):
-                    layout, best, starts, moved = candidate, count, tried, True
-    return layout, schedule
+
+    def cut_at(starts: Sequence[int]) -> Layout:
+        # What is recomputed is said by cluster, so it moves with its cluster to the other stage.
+        cut, placement = stages_from(starts, units), layout.problem.stage_ranks
+        return layout_of(account, constraints, cut, placement, layout.relief)
+
+    def cost(starts: Sequence[int]) -> float:
+        budget.spend(work)
+        candidate = cut_at(starts)
+        if candidate.shortage > 0 or not fits(candidate.problem, schedule):
+            return math.inf
+        return score.of(whole.seconds(candidate, schedule), message_seconds(candidate.problem))
+
+    moved = climbed(
+        starts,
+        score.of(*first),
+        cost,
+        [0, *open_borders(units, account.work.blocked), units],
+        moves_of(len(starts), STEPS),
+        over=lambda: budget.left < work or budget.over(work),
+        less=clearly_less,
+    )
+    return cut_at(moved)
 
 
 def _refusal(layouts: Sequence[Layout], constraints: Constraints) -> OutOfMemory:

@@ -16,7 +16,7 @@ from pfeife.lowering.simulate import simulate
 from pfeife.sched.by_family import slower
 from pfeife.sched.cutting.account import Account, units_of
 from pfeife.sched.cutting.constraints import Constraints
-from pfeife.sched.cutting.stages import stage_problem
+from pfeife.sched.cutting.stages import problem_of
 
 
 @attrs.frozen
@@ -67,16 +67,7 @@ def with_reductions(
     """The plan with a step that is longer by what reductions take at its end."""
     if reductions is None or plan.step_seconds is None:
         return plan
-    problem = slower(
-        stage_problem(
-            account,
-            plan.stage_of_cluster,
-            plan.stage_ranks,
-            plan.schedule.microbatches,
-            machine=constraints.machines,
-            network=constraints.network,
-        ),
-        plan.recompute,
-    )
+    problem = problem_of(account, constraints, plan.stage_of_cluster, plan.stage_ranks)
+    problem = slower(problem, plan.recompute)
     more = reductions.seconds(plan.stage_of_cluster, problem, plan.schedule)
     return attrs.evolve(plan, step_seconds=plan.step_seconds + more)

@@ -19,6 +19,7 @@ from pfeife.sched.cutting.borders import (
     climbed,
     evenest,
     least,
+    moves_of,
     open_borders,
     stages_from,
     worst_of,
@@ -246,7 +247,7 @@ def roomiest(
         return max(worst(starts), limit)
 
     edges = [0, *allowed, len(clusters.seconds)]
-    return climbed(starts, cost, edges, (-1, 1, -4, 4))
+    return climbed(starts, cost(starts), cost, edges, moves_of(len(starts), (-1, 1, -4, 4)))
 
 
 def _closed(clusters: Clusters) -> str:

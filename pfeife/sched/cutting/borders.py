@@ -1,9 +1,11 @@
 """Cuts by the clusters at which their stages start, and the best of all by dynamic programming."""
 
 import math
+import operator
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import accumulate, pairwise, product
+from typing import Any
 
 import numpy as np
 
@@ -108,22 +110,39 @@ def moved_to(
     return tried if rising else None
 
 
+def moves_of(count: int, steps: Sequence[int], together: int = 1) -> list[list[tuple[int, int]]]:
+    """Moves of so many borders by so many edges, one by one and up to so many neighbours
+    together."""
+    return [
+        [(border, step) for border in range(at, min(at + neighbours, count))]
+        for at, step, neighbours in product(range(count), steps, range(1, together + 1))
+    ]
+
+
+def clearly_less(cost: float, least: float) -> bool:
+    """Whether rounding alone cannot have made a cost the smaller one."""
+    return cost < least * (1 - 1e-9)
+
+
 def climbed(
     starts: Sequence[int],
-    cost: Callable[[Sequence[int]], float | tuple[float, ...]],
+    least: Any,
+    cost: Callable[[Sequence[int]], Any],
     edges: Sequence[int],
-    steps: Sequence[int],
-    together: int = 1,
+    moves: Sequence[Sequence[tuple[int, int]]],
+    *,
+    over: Callable[[], bool] = lambda: False,
+    less: Callable[[Any, Any], bool] = operator.lt,
 ) -> list[int]:
-    """Borders moved one by one from edge to edge, and up to so many neighbours together, as long as
-    it costs less."""
-    best, least = list(starts), cost(starts)
-    moved = True
+    """Borders that cost `least`, moved as long as they cost less by one of the moves (each of some
+    borders, by so many edges), until it is `over`."""
+    best, moved = list(starts), True
     while moved:
         moved = False
-        for at, step, count in product(range(len(best)), steps, range(1, together + 1)):
-            neighbours = range(at, min(at + count, len(best)))
-            tried = moved_to(edges, best, [(border, step) for border in neighbours])
-            if tried and (total := cost(tried)) < least:  # type: ignore[operator]
+        for move in moves:
+            if over():
+                return best
+            tried = moved_to(edges, best, move)
+            if tried is not None and less(total := cost(tried), least):
                 best, least, moved = tried, total, True
     return best

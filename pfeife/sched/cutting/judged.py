@@ -1,13 +1,14 @@
 """Cuts judged by the step that they make: its seconds, and what its messages take."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, combinations, pairwise, product
+from itertools import chain, combinations, pairwise
 
 import attrs
 
 from pfeife.lowering.problem import Problem
 from pfeife.sched.cutting.balanced import Cutter
-from pfeife.sched.cutting.borders import borders, moved_to, stages_from
+from pfeife.sched.cutting.borders import borders, clearly_less, climbed, moves_of, stages_from
 
 # Seconds are estimates, whose errors are larger (benchmarks/fidelity.py); bytes are exact.
 MESSAGE_TOLERANCE = 0.01
@@ -111,27 +112,24 @@ def _moved(
     """The cut with borders moved until nothing helps or it is `over`: one by one, and, where the
     same two ranks have several, two of them in opposite directions, which leaves the ranks as much
     to do as they have."""
-    starts, least, units = list(borders(cut)), counted(cut), len(cut)
+
+    def cost(starts: Sequence[int]) -> float:
+        return math.inf if cutter.lacking(starts) > 0 else counted(stages_from(starts, len(cut)))
+
     moves = _moves(cutter.stage_ranks)
-    moved = True
-    while moved:
-        moved = False
-        for (at, partner), step in product(moves, STEPS):
-            if over():
-                return stages_from(starts, units)
-            pair = [(at, step)] if partner is None else [(at, step), (partner, -step)]
-            tried = moved_to(cutter.edges, starts, pair)
-            if tried is None or cutter.lacking(tried) > 0:
-                continue
-            score = counted(stages_from(tried, units))
-            if score < least * (1 - 1e-9):
-                starts, least, moved = tried, score, True
-    return stages_from(starts, units)
+    moved = climbed(
+        borders(cut), counted(cut), cost, cutter.edges, moves, over=over, less=clearly_less
+    )
+    return stages_from(moved, len(cut))
 
 
-def _moves(stage_ranks: Sequence[int]) -> list[tuple[int, int | None]]:
-    """Borders to move alone, and pairs of them between the same two ranks."""
+def _moves(stage_ranks: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """Of borders alone, and of pairs of them between the same two ranks."""
     pairs = [frozenset(pair) for pair in pairwise(stage_ranks)]
-    alone: list[tuple[int, int | None]] = [(at, None) for at in range(len(pairs))]
-    alike = combinations(range(len(pairs)), 2)
-    return alone + [(first, second) for first, second in alike if pairs[first] == pairs[second]]
+    together = [
+        [(first, step), (second, -step)]
+        for first, second in combinations(range(len(pairs)), 2)
+        if pairs[first] == pairs[second]
+        for step in STEPS
+    ]
+    return moves_of(len(pairs), STEPS) + together

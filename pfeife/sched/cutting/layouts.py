@@ -12,12 +12,12 @@ from pfeife.lowering.problem import Problem
 from pfeife.sched.cutting.account import NO_RELIEF, Account, Relief, with_left_out
 from pfeife.sched.cutting.balanced import roomiest
 from pfeife.sched.cutting.border_links import Border, borders_of
-from pfeife.sched.cutting.borders import borders, climbed, open_borders, stages_from
+from pfeife.sched.cutting.borders import borders, climbed, moves_of, open_borders, stages_from
 from pfeife.sched.cutting.clusters import Clusters, clusters_of
 from pfeife.sched.cutting.constraints import Constraints
 from pfeife.sched.cutting.memory_limit import TooManyStages
 from pfeife.sched.cutting.recompute_choice import cheapest_first
-from pfeife.sched.cutting.stages import room_for, stage_problem
+from pfeife.sched.cutting.stages import problem_of, room_for
 from pfeife.sched.cutting.workload import Workload
 from pfeife.sched.families.orders import folded, looped
 
@@ -64,21 +64,14 @@ def layout_of(
     relief: Relief = NO_RELIEF,
 ) -> Layout:
     """A cut on a placement: the problem that it makes, and what its worst rank lacks."""
-    limit, m = constraints.memory_limit, constraints.microbatches
-    always = with_left_out(account.always(cut, placement, m), constraints.left_out)
-    problem = stage_problem(
-        account,
-        cut,
-        placement,
-        m,
-        machine=constraints.machines,
-        network=constraints.network,
-        relief=relief,
+    always = account.always(cut, placement, constraints.microbatches)
+    always = with_left_out(always, constraints.left_out)
+    problem = attrs.evolve(
+        problem_of(account, constraints, cut, placement, relief=relief),
+        memory=room_for(constraints.memory_limit, always),
     )
-    problem = attrs.evolve(problem, memory=room_for(limit, always))
-    ranks = range(len(always))
-    most = max(always[rank] + problem.smallest_memory(rank) for rank in ranks)
-    return Layout(cut, problem, relief, most - limit)
+    most = max(needed + problem.smallest_memory(rank) for rank, needed in enumerate(always))
+    return Layout(cut, problem, relief, most - constraints.memory_limit)
 
 
 def _placements(units: int, constraints: Constraints) -> Iterator[tuple[int, ...]]:
@@ -168,7 +161,8 @@ class Loads:
         # A rank may have several stages. Two borders that move together move a whole stage, which
         # changes what is sent and not how much a stage has; long steps pass over a heavy cluster.
         edges = [0, *open_borders(self.units, self.clusters.blocked), self.units]
-        return climbed(starts, self.cost, edges, (-1, 1, -3, 3, -9, 9), together=2)
+        moves = moves_of(len(starts), (-1, 1, -3, 3, -9, 9), together=2)
+        return climbed(starts, self.cost(starts), self.cost, edges, moves)
 
 
 def _roomiest(

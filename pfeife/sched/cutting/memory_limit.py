@@ -5,6 +5,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
+import attrs
+
 from pfeife.cost.memory import memory_curves
 from pfeife.data.optimizers import Optimizer
 from pfeife.data.plan import Plan
@@ -17,6 +19,7 @@ from pfeife.passes.apply import apply
 from pfeife.passes.compose import Passes
 
 log = logging.getLogger("pfeife")
+_Curves = Callable[[Plan], Iterable[MemoryCurve]]  # the bytes of a plan's ranks
 _TRIES = 6
 _NEAR = 0.97  # of the limit, from which on the sums may have kept a plan back
 
@@ -52,7 +55,7 @@ def kept_within(
     limit: float,
     limited_by: str,
     make: Callable[[tuple[int, ...], bool], Plan],
-    curves: Callable[[Plan], Iterable[MemoryCurve]],
+    curves: _Curves,
     counted: Callable[[Plan], Sequence[int]],
     left_out: tuple[int, ...],
     reserved: tuple[int, ...] = (),
@@ -62,21 +65,16 @@ def kept_within(
 
     `make(left_out, again)` is a planner that counts in sums (`counted` has those of a plan) and
     adds what they leave out of every rank, as far as that is known; `again` says that it has made a
-    plan before. A plan that needs too much says
-    how much that is, and another one is made, which fits where as much is left out again. There
-    are further ones where other cuts or another order leave out more; and where the planner then
-    sees no room, which may be wrong too, one with all that it lacks. Where the sums say too much, a
-    first plan that they kept back is made once more. Raises OutOfMemory with what the best plan
-    needs, if it is too much after all.
+    plan before. A plan that needs too much says how much that is, and another one is made, which
+    fits where as much is left out again. There are further ones where other cuts or another order
+    leave out more; and where the planner then sees no room, which may be wrong too, one with all
+    that it lacks. Where the sums say too much, a first plan that they kept back is made once more.
+    Raises OutOfMemory with what the best plan needs, if it is too much after all.
     """
     reserved_on = dict(enumerate(reserved))
-
-    def peak(curve: MemoryCurve) -> int:
-        return curve.peak + reserved_on.get(curve.rank, 0)
-
     left_out = tuple(omitted + reserved_on.get(rank, 0) for rank, omitted in enumerate(left_out))
     refused: OutOfMemory | None = None
-    tried: list[tuple[Plan, MemoryCurve]] = []
+    tried: list[_Counted] = []
     for _ in range(_TRIES + 1):
         try:
             plan = make(left_out, bool(tried))
@@ -87,32 +85,50 @@ def kept_within(
             # judges.
             refused, left_out = error, tuple(omitted - error.lacks for omitted in left_out)
             continue
-        if any(plan == earlier for earlier, _ in tried):
+        if any(plan == earlier.plan for earlier in tried):
             break  # less memory changes nothing, as with cuts by hand
-        rank_curves = list(curves(plan))
-        curve = max(rank_curves, key=peak)
+        candidate = _Counted.of(plan, curves, reserved_on)
         # A first plan that nearly fills the limit may have been kept back by sums that say too
         # much: more of that below. One far below the limit was not.
-        if peak(curve) <= limit and (tried or refused or peak(curve) < limit / 2):
+        if candidate.most <= limit and (tried or refused or candidate.most < limit / 2):
             return plan
         sums = dict(enumerate(counted(plan)))
-        now = tuple(peak(rank_curve) - sums.get(rank_curve.rank, 0) for rank_curve in rank_curves)
-        if peak(curve) <= limit:
-            counted_bytes = [sums.get(rank, 0) + less for rank, less in enumerate(left_out)]
-            if not _kept_back(counted_bytes, list(map(peak, rank_curves)), limit):
+        beyond = tuple(peak - sums.get(rank, 0) for rank, peak in candidate.peaks.items())
+        if candidate.most <= limit:
+            with_left_out = [sums.get(rank, 0) + omitted for rank, omitted in enumerate(left_out)]
+            if not _kept_back(with_left_out, list(candidate.peaks.values()), limit):
                 return plan
-            again = partial(make, now, True)
-            return _faster(
-                plan, again, lambda candidate: max(map(peak, curves(candidate))) <= limit
-            )
-        log.debug("a plan needs %d bytes, counted as %d", curve.peak, sums[curve.rank])
+            return _faster(plan, partial(make, beyond, True), curves, reserved_on, limit)
+        worst = candidate.worst
+        log.debug("a plan needs %d bytes, counted as %d", worst.peak, sums[worst.rank])
         # The most that any plan has left out, so that it does not go back and forth between two.
-        left_out = tuple(map(max, left_out, now)) if tried else now
-        tried.append((plan, curve))
+        left_out = tuple(map(max, left_out, beyond)) if tried else beyond
+        tried.append(candidate)
     if not tried:
         raise OutOfMemory(str(refused), refused.lacks if refused else 0) from refused
-    best = min((curve for _, curve in tried), key=peak)
+    best = min(tried, key=lambda candidate: candidate.most).worst
     raise no_room(best, limited_by, limit - reserved_on.get(best.rank, 0))
+
+
+@attrs.frozen
+class _Counted:
+    """A plan, what its ranks need by the account of every byte, with what is reserved on each, and
+    the curve of the one that needs most."""
+
+    plan: Plan
+    peaks: dict[int, int]
+    worst: MemoryCurve
+
+    @staticmethod
+    def of(plan: Plan, curves: _Curves, reserved_on: Mapping[int, int]) -> "_Counted":
+        by_rank = {curve.rank: curve for curve in curves(plan)}
+        peaks = {rank: curve.peak + reserved_on.get(rank, 0) for rank, curve in by_rank.items()}
+        return _Counted(plan, peaks, by_rank[max(peaks, key=peaks.__getitem__)])
+
+    @property
+    def most(self) -> int:
+        """What the worst rank needs."""
+        return self.peaks[self.worst.rank]
 
 
 def _kept_back(counted: Sequence[float], real: Sequence[float], limit: float) -> bool:
@@ -125,7 +141,9 @@ def _kept_back(counted: Sequence[float], real: Sequence[float], limit: float) ->
 def _faster(
     plan: Plan,
     again: Callable[[], Plan],
-    fits: Callable[[Plan], bool],
+    curves: _Curves,
+    reserved_on: Mapping[int, int],
+    limit: float,
 ) -> Plan:
     """Another plan, of one that was kept back by sums that say too much, if it fits as well."""
     try:
@@ -135,7 +153,8 @@ def _faster(
     if candidate.step_seconds is None or plan.step_seconds is None:
         return plan
     shorter = candidate.step_seconds < plan.step_seconds
-    return candidate if shorter and fits(candidate) else plan
+    fits = shorter and _Counted.of(candidate, curves, reserved_on).most <= limit
+    return candidate if fits else plan
 
 
 _ACTIVATIONS = ("saved", "passed back", "temporaries", "received", "receive buffers", "leaving")

@@ -11,6 +11,7 @@ from pfeife.lowering.envelope import Travel, travel
 from pfeife.lowering.problem import Edge, Problem, StageCosts, peak_memory
 from pfeife.sched.cutting.account import NO_RELIEF, Account, Relief, units_of
 from pfeife.sched.cutting.border_links import Machines, joint
+from pfeife.sched.cutting.constraints import Constraints
 from pfeife.sched.cutting.workload import Workload
 
 
@@ -53,6 +54,28 @@ def stage_problem(
     if busy:
         stages = _busy(stages, both)
     return Problem(stages, tuple(stage_ranks), microbatches, edges)
+
+
+def problem_of(
+    account: Account,
+    constraints: Constraints,
+    stage_of: Sequence[int],
+    stage_ranks: Sequence[int],
+    relief: Relief = NO_RELIEF,
+    busy: bool = False,
+) -> Problem:
+    """`stage_problem` with the microbatches, machines and links that a plan is for."""
+    machine, network, m = constraints.machines, constraints.network, constraints.microbatches
+    return stage_problem(
+        account,
+        stage_of,
+        stage_ranks,
+        m,
+        machine=machine,
+        network=network,
+        relief=relief,
+        busy=busy,
+    )
 
 
 _NO_TRAVEL = Travel(0.0, 0.0, 0.0)

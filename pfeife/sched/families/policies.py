@@ -208,24 +208,24 @@ POLICIES: Mapping[str, Family] = MappingProxyType(
 )
 
 
-def policy(given: str | Family | Schedule) -> Family:
+def policy(schedule: str | Family | Schedule) -> Family:
     """The family of a name, that of one schedule, or the family itself.
 
     Raises ValueError for a name that is not known, with those that are.
     """
-    if isinstance(given, Family):
-        return given
-    if isinstance(given, Schedule):
-        return family_of_one(given)
-    if given not in POLICIES:
-        near = get_close_matches(str(given), [*POLICIES, "search"], n=1)
+    if isinstance(schedule, Family):
+        return schedule
+    if isinstance(schedule, Schedule):
+        return family_of_one(schedule)
+    if schedule not in POLICIES:
+        near = get_close_matches(str(schedule), [*POLICIES, "search"], n=1)
         meant = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(
-            f"schedule={given!r} is not known; there are {sorted(POLICIES)} and 'search'{meant}"
+            f"schedule={schedule!r} is not known; there are {sorted(POLICIES)} and 'search'{meant}"
         )
-    return POLICIES[given]
+    return POLICIES[schedule]
 
 
-def placement(given: str | Family | Schedule, stages: int, ranks: int) -> tuple[int, ...]:
+def placement(schedule: str | Family | Schedule, stages: int, ranks: int) -> tuple[int, ...]:
     """The stages' ranks that a family is made for, such as a V. Raises as `policy` does."""
-    return policy(given).placement(stages, ranks)
+    return policy(schedule).placement(stages, ranks)

@@ -1,7 +1,7 @@
 """A lower bound of the makespan of a scheduling problem."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from heapq import heappop, heappush
 
 import attrs
@@ -107,38 +107,41 @@ def _heads(shop: JobShop) -> list[list[float]]:
     its token, and those of the same microbatch and earlier ones that lead to it. One machine does
     them one after the other: from the earliest start of any of them on, all their work is done.
     """
-    before, fitting, count = _before(shop), _fitting(shop), shop.stages
-    steps = []
-    for token in _in_order(shop):
-        links = [(source, shop.seconds[source] + lag) for source, lag in shop.sources[token]]
-        links += [(token - count, shop.seconds[token - count])] if token >= count else []
-        freed = token + count
-        memory = (freed, fitting[token], shop.seconds[freed]) if token < count else None
-        earlier = before[token]
-        roots = [o for o in earlier if not any(a in earlier for a in before[o])]
-        work = sum(shop.seconds[o] for o in earlier)
-        steps.append(_Step(token, shop.seconds[token], tuple(links), memory, tuple(roots), work))
-    return _longest(steps, shop)
+    return _longest(_steps(shop, _in_order(shop), shop.sources, _before(shop), -shop.stages), shop)
 
 
 def _tails(shop: JobShop) -> list[list[float]]:
     """The least seconds from every operation's end to the end of the step: heads seen from the
     other end, in which every operation is as late as its reader allows."""
-    before, fitting, count = _before(shop), _fitting(shop), shop.stages
-    tokens = _in_order(shop)[::-1]
-    steps = []
-    for token in tokens:
-        links = [(reader, lag + shop.seconds[reader]) for reader, lag in shop.readers[token]]
-        then = token + count
-        links += [(then, shop.seconds[then])] if then in tokens else []
-        stage = token - count
-        memory = (stage, fitting[stage], shop.seconds[stage]) if 0 <= stage < count else None
-        behind = [o for o in tokens if token in before[o]]
-        roots = [o for o in behind if not any(o in before[a] for a in behind)]
-        work = sum(shop.seconds[o] for o in behind)
-        steps.append(_Step(token, shop.seconds[token], tuple(links), memory, tuple(roots), work))
+    tokens, before = _in_order(shop)[::-1], _before(shop)
+    behind = [[o for o in tokens if token in before[o]] for token in range(3 * shop.stages)]
+    rows = _longest(_steps(shop, tokens, shop.readers, behind, shop.stages), shop)
     # In these rows microbatches count from the last one.
-    return [row[::-1] for row in _longest(steps, shop)]
+    return [row[::-1] for row in rows]
+
+
+def _steps(
+    shop: JobShop,
+    tokens: Sequence[int],
+    links: Sequence[Sequence[tuple[int, float]]],
+    nearer: Sequence[Collection[int]],
+    kind: int,
+) -> list[_Step]:
+    """What the tokens come after, seen from one end of the step: the `links` of each, the others of
+    its rank that are `nearer` to that end, and its stage's token of the kind (F, I, W) that is
+    `kind` away."""
+    seconds, fitting, steps = shop.seconds, _fitting(shop), []
+    for token in tokens:
+        near, far, others = token + kind, token - kind, nearer[token]
+        after = [(other, seconds[other] + lag) for other, lag in links[token]]
+        after += [(near, seconds[near])] if near in tokens else []
+        # From the start an F waits for the I that makes room for it, from the end it is the I.
+        waits = token // shop.stages == (kind > 0)
+        memory = (far, fitting[token % shop.stages], seconds[far]) if waits else None
+        roots = [o for o in others if not any(a in others for a in nearer[o])]
+        work = sum(seconds[o] for o in others)
+        steps.append(_Step(token, seconds[token], tuple(after), memory, tuple(roots), work))
+    return steps
 
 
 def _in_order(shop: JobShop) -> list[int]:

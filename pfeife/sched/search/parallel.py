@@ -22,10 +22,10 @@ from pfeife.sched.search.run import SearchResult
 
 @attrs.frozen
 class _Task:
-    """What a process searches; schedules as CSV. The clock is the machine's monotonic one."""
+    """What a process searches. The clock is the machine's monotonic one."""
 
     problems: tuple[Problem, ...]
-    seeds: tuple[tuple[str, ...], ...]
+    seeds: tuple[tuple[Schedule, ...], ...]
     seed: int
     work: int
     deadline: float | None
@@ -33,15 +33,10 @@ class _Task:
 
 @attrs.frozen
 class _Answer:
-    """Which problem has the best schedule, and the fields of `SearchResult`."""
+    """Which problem has the best schedule, and what was found for it."""
 
     at: int
-    schedule: str
-    seconds: float
-    bound: float
-    memory: tuple[float, ...]
-    evaluations: int
-    interrupted: bool
+    result: SearchResult
 
 
 def search_side_by_side(
@@ -58,7 +53,7 @@ def search_side_by_side(
     others = [
         _Task(
             tuple(_finite(problem) for problem in problems),
-            tuple(tuple(schedule.to_csv() for schedule in schedules) for schedules in seeds),
+            tuple(map(tuple, seeds)),
             seed + index,
             budget.left,
             None if math.isinf(budget.deadline) else budget.deadline,
@@ -124,19 +119,15 @@ def _answer(process: subprocess.Popen, path: Path) -> tuple[int, SearchResult]:
     if process.returncode:
         raise RuntimeError(f"a process of the search ended: {trouble.decode(errors='replace')}")
     answer = plain.from_json(_Answer, path.read_text())
-    fields = attrs.asdict(answer, filter=lambda field, _: field.name not in ("at", "schedule"))
-    return answer.at, SearchResult(schedule=Schedule.from_csv(answer.schedule), **fields)
+    return answer.at, answer.result
 
 
 def main(task_path: str, answer_path: str) -> None:
     """Does what a file asks for, and writes the answer to another one."""
     task = plain.from_json(_Task, Path(task_path).read_text())
     deadline = math.inf if task.deadline is None else task.deadline
-    seeds = [[Schedule.from_csv(text) for text in texts] for texts in task.seeds]
-    budget = Budget(task.work, deadline)
-    at, result = search_each(task.problems, budget, task.seed, seeds)
-    fields = {**attrs.asdict(result, recurse=False), "schedule": result.schedule.to_csv()}
-    Path(answer_path).write_text(plain.to_json(_Answer(at, **fields)))
+    at, result = search_each(task.problems, Budget(task.work, deadline), task.seed, task.seeds)
+    Path(answer_path).write_text(plain.to_json(_Answer(at, result)))
 
 
 if __name__ == "__main__":

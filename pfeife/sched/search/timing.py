@@ -41,6 +41,73 @@ class _Way:
     lag: list[float]
     other: list[int]
 
+    def run(self, order: Iterable[int], seconds: Sequence[float], simple: bool) -> None:
+        """Times of operations that come in the direction."""
+        times, ready, near = self.times, self.ready, self.near
+        if simple:
+            link, lag = self.link, self.lag
+            for o in order:
+                a = times[near[o]]
+                b = ready[o] = times[link[o]] + lag[o]
+                times[o] = (a if a > b else b) + seconds[o]
+            return
+        for o in order:
+            ready[o] = b = max((times[s] + lag for s, lag in self.links[o]), default=0.0)
+            a = times[near[o]]
+            times[o] = (a if a > b else b) + seconds[o]
+
+    def follow(
+        self, changed: set[int], order: list[int], place: list[int], seconds: Sequence[float]
+    ) -> int:
+        """Times of what is at the changed places of a topological order in which every link is
+        alone, and of what that changes: the work.
+
+        Places count in the direction (from the end on they are negative), so what waits for
+        something has a higher one, and is looked at once.
+        """
+        sign, none, times, ready, near = self.sign, len(place), self.times, self.ready, self.near
+        link, lag, far, opposite = self.link, self.lag, self.far, self.other
+        heap, work, many = sorted(changed), 0, len(order) // 12
+        while heap and work < many:
+            o = order[sign * heappop(heap)]
+            work += 1
+            a = times[near[o]]
+            b = ready[o] = times[link[o]] + lag[o]
+            a = (a if a > b else b) + seconds[o]
+            if a == times[o]:
+                continue
+            times[o] = a
+            for neighbour in (far[o], opposite[o]):
+                if neighbour != none and (at := sign * place[neighbour]) not in changed:
+                    changed.add(at)
+                    heappush(heap, at)
+        if heap:
+            # Much has changed: the rest in one pass, in which a place costs about an eighth.
+            at = sign * heap[0]
+            rest = order[at:] if sign > 0 else order[at::-1]
+            self.run(rest, seconds, simple=True)
+            return 8 * work + len(rest)
+        return 8 * work
+
+    def bound_to(self, operation: int, goal: int, window: list[int]) -> tuple[list[int], list[int]]:
+        """The part of a window (an operation and what comes next in the direction) that waits for
+        the operation once it is on the other side of `goal`, and the rest. Nothing if `goal` itself
+        waits for it."""
+        waiting, reached, rest = [operation], {operation}, []
+        far = self.far[operation]  # no longer waits for the operation itself
+        for other in window[1:]:
+            near = self.near[other]
+            if (near in reached and other != far) or any(
+                link in reached for link, _ in self.links[other]
+            ):
+                if other == goal:
+                    return [], []
+                waiting.append(other)
+                reached.add(other)
+            else:
+                rest.append(other)
+        return waiting, rest
+
 
 class Timing:
     """Orders, their heads and tails, and the bytes that every operation finds.
@@ -60,40 +127,36 @@ class Timing:
         self.seconds = [shop.seconds[t] if o in present else 0.0 for o, t in enumerate(tokens)]
         self.takes = [shop.takes[t] for t in tokens]
         self.change = [shop.takes[t] - shop.frees[t] for t in tokens]
-        self.sources: _Links = [self._elsewhere(o, shop.sources) for o in range(size)] + [()]
-        self.readers: _Links = [self._elsewhere(o, shop.readers) for o in range(size)] + [()]
-        self.then = [self._then(o) for o in range(size)]
+        self.sources, self.readers = _elsewhere(shop, shop.sources), _elsewhere(shop, shop.readers)
+        self.then = [_then(shop, o) for o in range(size)]
         self.position = [0] * size
         self.before, self.behind = [size] * (size + 1), [size] * (size + 1)
         self.level = [0.0] * size
         for order in self.sequences:
             self._relink(order, 0, len(order))
-        self._sort(orders)
+        # Operations of no seconds start together: those of one rank in their order. An operation
+        # of another rank may wait for one of no seconds only over a transfer or a later stage.
+        starts = starts_of(shop, orders)
+        assert starts is not None
+        near = sorted(sorted(present), key=lambda o: (starts[o], self.position[o]))
+        self.topological = _topological(self.before, self.sources, near)
+        self.rank_in = [0] * size  # its place in that order
+        for index, operation in enumerate(self.topological):
+            self.rank_in[operation] = index
         self.end, self.tail = [0.0] * (size + 1), [0.0] * (size + 1)
         self.ready, self.after = [0.0] * (size + 1), [0.0] * (size + 1)
         self.simple = all(len(s) <= 1 for s in (*self.sources, *self.readers))
         # The ways hold the lists themselves, which from here on change in place alone.
         self._ways = self._directions()
+        self._waits: dict[
+            tuple[int, int], float
+        ] = {}  # from an operation to a reader, if contended
         self.length = 0.0
         self._time(0, len(self.topological))
 
     def copy(self) -> Orders:
         """The orders as they are now."""
         return [list(order) for order in self.sequences]
-
-    def _elsewhere(self, operation: int, links) -> tuple[tuple[int, float], ...]:
-        token, k = divmod(operation, self.shop.microbatches)
-        m, rank_of = self.shop.microbatches, self.shop.rank_of
-        return tuple((t * m + k, lag) for t, lag in links[token] if rank_of[t] != rank_of[token])
-
-    def _then(self, operation: int) -> tuple[int, ...]:
-        """What comes after an operation on its own rank in any case (the direct ones)."""
-        m, count, rank_of = self.shop.microbatches, self.shop.stages, self.shop.rank_of
-        token, k = divmod(operation, m)
-        followers = [t * m + k for t, _ in self.shop.readers[token] if rank_of[t] == rank_of[token]]
-        followers += [operation + 1] if k + 1 < m else []
-        followers += [operation + count * m] if token < 2 * count else []
-        return tuple(followers)
 
     def _directions(self) -> tuple[_Way, _Way]:
         no_link = ((self.none, 0.0),)
@@ -111,19 +174,6 @@ class Timing:
             *(tos, [r[1] for r in reader], froms),
         )
         return there, back
-
-    def _sort(self, orders: Orders) -> None:
-        """Operations of no seconds start together: those of one rank in their order. An operation
-        of another rank may wait for one of no seconds only over a transfer or a later stage."""
-        starts = starts_of(self.shop, orders)
-        assert starts is not None
-        place = self.position
-        present = sorted(o for order in orders for o in order)
-        near = sorted(present, key=lambda o: (starts[o], place[o]))
-        self.topological = _topological(self.before, self.sources, near)
-        self.rank_in = [0] * self.none
-        for index, operation in enumerate(self.topological):
-            self.rank_in[operation] = index
 
     def _relink(self, order: list[int], first: int, last: int) -> None:
         """Neighbours, positions and memory of a part of a rank's order."""
@@ -159,61 +209,18 @@ class Timing:
             self._with_channels()
             work = 2 * len(order)
         elif self.simple and last - first < len(order) // 12:
-            work = self._follow(there, {*range(first, last), *behind_it})
-            work += self._follow(back, {*range(1 - last, 1 - first), *(-at for at in before_it)})
+            place, seconds = self.rank_in, self.seconds
+            ahead = {*range(first, last), *behind_it}
+            below = {*range(1 - last, 1 - first), *(-at for at in before_it)}
+            work = there.follow(ahead, order, place, seconds)
+            work += back.follow(below, order, place, seconds)
         else:
-            self._run(there, order[first:])
-            self._run(back, order[last - 1 :: -1] if last else ())
+            there.run(order[first:], self.seconds, self.simple)
+            back.run(order[last - 1 :: -1] if last else (), self.seconds, self.simple)
             work = len(order) - first + last
         end = self.end
         self.length = max(end[sequence[-1]] for sequence in self.sequences if sequence)
         return work
-
-    def _follow(self, way: _Way, changed: set[int]) -> int:
-        """Times of what is at the changed places, and of what that changes: the work.
-
-        Places count in the direction (from the end on they are negative), so what waits for
-        something has a higher one, and is looked at once.
-        """
-        order, place, sign, none = self.topological, self.rank_in, way.sign, self.none
-        times, ready, near, far = way.times, way.ready, way.near, way.far
-        link, lag, opposite, seconds = way.link, way.lag, way.other, self.seconds
-        heap, work, many = sorted(changed), 0, len(order) // 12
-        while heap and work < many:
-            o = order[sign * heappop(heap)]
-            work += 1
-            a = times[near[o]]
-            b = ready[o] = times[link[o]] + lag[o]
-            a = (a if a > b else b) + seconds[o]
-            if a == times[o]:
-                continue
-            times[o] = a
-            for neighbour in (far[o], opposite[o]):
-                if neighbour != none and (at := sign * place[neighbour]) not in changed:
-                    changed.add(at)
-                    heappush(heap, at)
-        if heap:
-            # Much has changed: the rest in one pass, in which a place costs about an eighth.
-            at = sign * heap[0]
-            rest = order[at:] if sign > 0 else order[at::-1]
-            self._run(way, rest)
-            return 8 * work + len(rest)
-        return 8 * work
-
-    def _run(self, way: _Way, order: Iterable[int]) -> None:
-        """Times of operations that come in the direction."""
-        times, ready, near, seconds = way.times, way.ready, way.near, self.seconds
-        if self.simple:
-            link, lag = way.link, way.lag
-            for o in order:
-                a = times[near[o]]
-                b = ready[o] = times[link[o]] + lag[o]
-                times[o] = (a if a > b else b) + seconds[o]
-            return
-        for o in order:
-            ready[o] = b = max((times[s] + lag for s, lag in way.links[o]), default=0.0)
-            a = times[near[o]]
-            times[o] = (a if a > b else b) + seconds[o]
 
     def _with_channels(self) -> None:
         """All heads and tails, where a channel carries one transfer at a time.
@@ -222,9 +229,9 @@ class Timing:
         For the tails a wait on a channel stays as long as it is, which a move may change.
         """
         rank_of, seconds, before, behind = self.rank_of, self.seconds, self.before, self.behind
+        waits = self._waits
         end, ready, tail, after = self.end, self.ready, self.tail, self.after
         free = [[0.0] * self.shop.ranks for _ in range(self.shop.ranks)]
-        waits: dict[tuple[int, int], float] = {}
         ready[:] = [0.0] * len(ready)
         for o in self.topological:
             now = end[o] = max(end[before[o]], ready[o]) + seconds[o]
@@ -236,7 +243,6 @@ class Timing:
         for o in reversed(self.topological):
             after[o] = max((tail[r] + waits[o, r] for r, _ in self.readers[o]), default=0.0)
             tail[o] = max(tail[behind[o]], after[o]) + seconds[o]
-        self._waits = waits
 
     def critical(self, random: Random) -> list[int]:
         """The operations of a longest path, from its end to its start."""
@@ -276,14 +282,16 @@ class Timing:
             X  a  b  c  Y   ->   a  c  Y | X  b        if Y waited for b, that were a circle
         """
         order, topological, place = self.sequences[rank], self.topological, self.rank_in
-        operation = order[at]
+        operation, (there, back) = order[at], self._ways
         if to > at:
             first, last = place[operation], place[order[to]]
-            moving, rest = self._reached(operation, order[to], topological[first : last + 1])
+            window = topological[first : last + 1]
+            moving, rest = there.bound_to(operation, order[to], window)
             window = [*rest, *moving]
         else:
             first, last = place[order[to]], place[operation]
-            moving, rest = self._reaching(operation, order[to], topological[first : last + 1])
+            window = topological[first : last + 1][::-1]
+            moving, rest = back.bound_to(operation, order[to], window)
             window = [*reversed(moving), *reversed(rest)]
         if not moving:
             return 0
@@ -302,43 +310,31 @@ class Timing:
             () if before == self.none else (place[before],),
         )
 
-    def _reached(self, operation: int, last: int, window: list[int]) -> tuple[list[int], list[int]]:
-        """The part of a window that waits for an operation once it is behind `last`, the rest.
-        Nothing if `last` itself waits for it."""
-        waiting, reached, rest = [operation], {operation}, []
-        behind = self.behind[operation]  # no longer waits for the operation itself
-        for later in window[1:]:
-            before = self.before[later]
-            if (before in reached and later != behind) or any(
-                source in reached for source, _ in self.sources[later]
-            ):
-                if later == last:
-                    return [], []
-                waiting.append(later)
-                reached.add(later)
-            else:
-                rest.append(later)
-        return waiting, rest
 
-    def _reaching(
-        self, operation: int, first: int, window: list[int]
-    ) -> tuple[list[int], list[int]]:
-        """The part of a window that an operation waits for once it is before `first`, the rest,
-        both from the end on. Nothing if it waits for `first` itself."""
-        awaited, reaching, rest = [operation], {operation}, []
-        before = self.before[operation]
-        for earlier in reversed(window[:-1]):
-            behind = self.behind[earlier]
-            if (behind in reaching and earlier != before) or any(
-                reader in reaching for reader, _ in self.readers[earlier]
-            ):
-                if earlier == first:
-                    return [], []
-                awaited.append(earlier)
-                reaching.add(earlier)
-            else:
-                rest.append(earlier)
-        return awaited, rest
+def _elsewhere(shop: JobShop, links: Sequence[Sequence[tuple[int, float]]]) -> _Links:
+    """The links of every operation with those of other ranks, by the links of tokens; none of the
+    last entry."""
+    m, rank_of = shop.microbatches, shop.rank_of
+    crossing = [
+        [(other, lag) for other, lag in token_links if rank_of[other] != rank_of[token]]
+        for token, token_links in enumerate(links)
+    ]
+    numbered = [
+        tuple((other * m + k, lag) for other, lag in token_links)
+        for token_links in crossing
+        for k in range(m)
+    ]
+    return [*numbered, ()]
+
+
+def _then(shop: JobShop, operation: int) -> tuple[int, ...]:
+    """What comes after an operation on its own rank in any case (the direct ones)."""
+    m, count, rank_of = shop.microbatches, shop.stages, shop.rank_of
+    token, k = divmod(operation, m)
+    followers = [t * m + k for t, _ in shop.readers[token] if rank_of[t] == rank_of[token]]
+    followers += [operation + 1] if k + 1 < m else []
+    followers += [operation + count * m] if token < 2 * count else []
+    return tuple(followers)
 
 
 def _topological(before: Sequence[int], sources: _Links, candidates: Sequence[int]) -> list[int]:
