@@ -33,6 +33,7 @@ class StageMemory:
 def stage_memory(program: Program) -> tuple[StageMemory, ...]:
     """The account of every stage of a partitioned program."""
     program = absorb(program)
+    # Tied parameters count once a stage, on each stage that uses them.
     # A parameter that the step updates has the role of a buffer.
     sizes = {port.fqn: port.bytes for port in program.ports(Role.PARAMETER, Role.BUFFER)}
     parameters, saved, most = ([0] * program.units for _ in range(3))
@@ -65,6 +66,7 @@ def storage_of(program: Program, value: fx.Node) -> Storage | None:
     maker = value.all_input_nodes[0]
     if maker.target is receive:
         return Storage(maker.name, value.name, node_bytes(value))
+    # A result may look at an argument's storage, and so at that of an earlier call.
     body = program.module.get_submodule(str(maker.target))
     assert isinstance(body, fx.GraphModule)
     return storage_in(program, maker, body, returned(body)[value.args[1]])
@@ -88,6 +90,7 @@ def kept_storages(program: Program) -> tuple[frozenset[Storage], ...]:
     program = absorb(program)
     calls = {call.node: call for call in program.calls}
     by_stage: list[set[Storage]] = [set() for _ in range(program.units)]
+    # What a forward hands to another forward is not kept: its reader keeps it where that saves it.
     for value in program.module.graph.nodes:
         maker = calls.get(call_of(value).name) if value.op == "call_function" else None
         if maker is None or maker.kind != Kind.FORWARD:
@@ -160,6 +163,7 @@ def _ends(
     parts: Mapping[fx.Node, Sequence[fx.Node]],
 ) -> dict[fx.Node, int]:
     """After which node each storage is freed: the last that reads it, or a view of it."""
+    # A view keeps its owner, so every node that touches a view ends the owner later.
     ends: dict[fx.Node, int] = {}
     for index, node in enumerate(nodes):
         for touched in (node, *node.all_input_nodes):
@@ -172,6 +176,7 @@ def _ends(
 
 def _untaken(node: fx.Node, parts: Iterable[fx.Node], rounding: int) -> int:
     """Bytes of the results of an operation that are made although nothing asks for them."""
+    # A kernel fills all that it returns, whether the graph takes it or not.
     values, taken = _value(node), {part.args[1] for part in parts}
     schema = getattr(node.target, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema else []

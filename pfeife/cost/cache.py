@@ -30,6 +30,7 @@ def find(folder: Path, key: str) -> Measured | None:
         entry = plain.load(Measured, _path(folder, key), need_checksum=True)
     except (OSError, ValueError):
         return None
+    # Two keys may have one file name, and a folder may come from elsewhere.
     return entry if entry.key == key else None
 
 

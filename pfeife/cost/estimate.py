@@ -35,6 +35,7 @@ def estimate(program: Program, machine: Machine | Sequence[Machine]) -> Costs:
     for port in program.ports(Role.GRADIENT):
         name = call_of(results[port.name]).name
         here = on[name]
+        # Reads the sum and the new gradient, writes the sum.
         adding = here.launch_seconds + 3 * port.bytes / here.memory_bandwidth
         accumulate[name] = accumulate.get(name, 0.0) + adding
     names = (
@@ -71,6 +72,7 @@ def _rooflines(node: fx.Node, machine: Machine) -> tuple[float, float]:
     """Seconds that a node computes, and that it moves bytes."""
     moved = sum(_bytes(source.meta.get("val")) for source in node.all_input_nodes)
     moved += _bytes(node.meta.get("val"))
+    # What a node computes and what it moves overlap on any machine: the longer one counts.
     computed = node_flops(node) / machine.flops_of(computed_dtype(node))
     return computed, moved / machine.memory_bandwidth
 

@@ -32,6 +32,7 @@ def machine(name: str | os.PathLike[str]) -> Machine:
     Traceback (most recent call last):
     ValueError: machine 'h100' is no file and none of [...]; the nearest is 'h100-sxm' (...)
     """
+    # Names first: a file of the same name in the working directory must not change a profile.
     if name in machines():
         return plain.from_json(Machine, (_PROFILES / f"{name}.json").read_text(encoding="utf-8"))
     try:
@@ -55,6 +56,7 @@ def machine_called(device_name: str) -> Machine | None:
 
 def default_machine(device: torch.device) -> Machine:
     """A guess at the machine that a device belongs to, good enough to balance stages."""
+    # Links and rates of a profile are its own; how much memory there is can be asked.
     if device.type == "cpu":
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return _with_memory(machine("cpu-core"), pages)

@@ -64,6 +64,7 @@ def measure(
         entry = find(cache, key) if cache else None
         if entry is not None and entry.repeats >= repeats:
             by_key[key] = entry
+    # Whoever asks for more repeats than were kept measures anew, and keeps those.
     missing = [body for key, body in distinct.items() if key not in by_key]
     measured = _run_in_turn(missing, repeats, compiler, progress)
     by_key |= {entry.key: entry for entry in measured}
@@ -130,6 +131,7 @@ def _measured_body(
     where = next((value.device for value in map(value_of, inputs(body)) if value is not None), None)
     name = _name(compiler) if compiler else "eager"
     backward = any(other.kind != Kind.FORWARD for other in program.calls)
+    # Without a backward nobody holds what a forward makes: the next run writes where it was.
     held = HELD if backward and call.kind in (Kind.FORWARD, Kind.INPUT_BACKWARD) else 0
     key = f"{name}, held {held}, gradients {gradients}, {_key(body, device)}"
     place = device or where or torch.device("cpu")
@@ -147,6 +149,7 @@ def _run_in_turn(
     """One warm-up and `repeats` rounds over all bodies."""
     if not bodies:
         return []
+    # If not all inputs fit at once, none stay: each run then finds colder caches than a step does.
     fits = sum(body.bytes for body in bodies) <= min(_spare(body.device) for body in bodies)
     arguments_of = [body.arguments() if fits else None for body in bodies]
     held = [deque[Sequence[torch.Tensor]](maxlen=body.held if fits else 0) for body in bodies]
@@ -230,6 +233,7 @@ def _peak(device: torch.device) -> int:
 def _seconds(work: Callable[[], None], device: torch.device) -> float:
     """How long the device takes for some work: by events on CUDA, else by the clock."""
     if device.type == "cuda":
+        # Between events on the stream: the clock of the host would count launches, too.
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(device)
         first.record(torch.cuda.current_stream(device))
@@ -244,6 +248,7 @@ def _seconds(work: Callable[[], None], device: torch.device) -> float:
 
 def _summary(body: _Body, runs: list[_Ran], repeats: int) -> Measured:
     seconds = [run.seconds for run in runs]
+    # What a body took beyond what its graph tells of is what operations need inside themselves.
     graph_peak = Body.of(body.module, CUDA_BLOCK).peak
     # One run has no quartiles.
     lower, _, upper = statistics.quantiles(seconds, n=4) if repeats > 1 else (0.0, 0.0, 0.0)

@@ -70,6 +70,7 @@ def memory_curves(
         on_cuda = any(port.device.type == "cuda" for port in program.inputs)
         rounding = CUDA_BLOCK if on_cuda else 1
     ranks = range(len(schedule.ranks))
+    # Replicas differ in what they own alone, so the worst of them stands for all.
     places = [(_owning_most(program, r) if replica is None else replica, r) for r in ranks]
     arrivals = acknowledged(schedule)
     held = _held(program, schedule, optimizer, rounding, places, apart)
@@ -106,6 +107,7 @@ def _held(
     microbatch = sum(port.bytes for port in program.ports(Role.BATCH))
     batch = microbatch * schedule.microbatches * (1 if apart else program.replicas)
     words = {Role.PARAMETER: "parameters", Role.BUFFER: "buffers"}
+    # A step in float16 whose gradients underflow runs again, with its buffers as they were before.
     may = program.ports(Role.LOSS) and underflows(program)
     again = {port.fqn for port in program.ports(Role.BUFFER_UPDATE) if may}
     more = {"optimizer": state is not None, _AGAIN: bool(again)}
@@ -118,6 +120,7 @@ def _held(
             accounts[rank][words[port.role]] += rounded(port.given_bytes, rounding)
             if port.fqn in again:
                 accounts[rank][_AGAIN] += rounded(port.bytes, rounding)
+            # Of state that replicas share, each keeps the optimizer's for what it owns.
             is_owned = owners.get(port.fqn) in (None, places[rank][0])
             if state and port.fqn in trained and is_owned:
                 accounts[rank]["optimizer"] += state(port.shape, port.given_dtype)
@@ -139,6 +142,7 @@ def _curve(
     bodies = {
         call.node: SizedBody(ledger, wiring, call) for call in program.calls if call.unit in stages
     }
+    # The very interpreter that runs the step: what it keeps or drops need not be said here again.
     runner = RankRunner(program, schedule, rank, bodies, arrivals)
     ports = [port for port in program.inputs if port.name in runner.handlers.reads]
     inputs: dict[str, Any]  # values instead of tensors
@@ -151,6 +155,7 @@ def _curve(
     step = runner.start(state, Part(0, [inputs] * schedule.microbatches, ()), transport)
     points: list[MemoryPoint] = []
 
+    # The peak of every action by itself: the next one starts from what lives now.
     def observe(action: Action) -> None:
         points.append(MemoryPoint(action, ledger.peak, ledger.live))
         ledger.peak = ledger.live

@@ -47,6 +47,7 @@ def bench_network(
     links = []
     for done, (source, destination) in enumerate(pairs):
         line = _Line(world, source, destination)
+        # A byte first: half of its way there and back is what the answer takes.
         alone = [_one_way(line, size, repeats) for size in (1, *sizes)]
         alone = _shared(alone, source, place)
         seconds = [max(taken - alone[0] / 2, 1e-9) for taken in alone[1:]]
@@ -137,6 +138,7 @@ def _lost(line: _Line, size: int, alone: float, repeats: int) -> float:
             torch.cuda.synchronize(line.device)
         return time.perf_counter() - start
 
+    # All ranks compute, so that barriers find them alike; only the two ends are asked how long.
     compute(20)
     here = line.source or line.destination
     count = max(20, int(2 * alone / (compute(100) / 100))) if here else 0
@@ -170,11 +172,13 @@ def piecewise_fit(
     the largest relative error.
     """
     knots = (0, *sizes)
+    # Least squares of seconds themselves would fit the largest messages alone.
     scale = [max(measured, 1e-6) for measured in seconds]
     steps = [(0, 0), *pairwise(knots)]  # the first one is the latency
     parts = [[_risen(size, *step, sizes[-1]) for step in steps] for size in knots]
     rows = [[part / unit for part in row] for row, unit in zip(parts[1:], scale, strict=True)]
     wanted = [measured / unit for measured, unit in zip(seconds, scale, strict=True)]
+    # Gains are not negative, so that no larger message takes less.
     gained, _ = scipy.optimize.nnls(rows, wanted)
     values = tuple(float(sum(gained * row)) for row in parts)
     errors = [

@@ -42,6 +42,7 @@ def assumed_rates(program: Program, machine: Machine) -> tuple[AssumedRate, ...]
     >>> assumed.dtype, assumed.rate
     ('bfloat16', 14000000000000.0)
     """
+    # Who has given no rate of half precision at all has not thought of it, or has no such units.
     if set(machine.flops) <= _WIDE:
         return ()
     flops = flops_of(program)

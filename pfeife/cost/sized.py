@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -145,8 +146,10 @@ class SizedBody:
             for node, owner in zip(returned(body), account.results, strict=True)
             for value in [value_of(node)]
         ]
+        # Until the program returns it, a result is what backwards read, or one backward the other.
         self.word = "saved" if call.kind == Kind.FORWARD else "passed back"
-        self.kept, self.first = self._words(wiring, call)
+        always, first = self._words(wiring, call)
+        self.words = chain([always + first], repeat(always))  # of microbatch after microbatch
 
     def _words(self, wiring: Wiring, call: Call) -> tuple[list[tuple[int, str]], ...]:
         """What results are that the program returns, always and after the first microbatch alone
@@ -158,6 +161,7 @@ class SizedBody:
         return always, [(i, "gradients") for i, port in ports if port.role == summed]
 
     def __call__(self, *arguments: Value) -> list[Value]:
+        # The peak first, while the arguments that it comes beside are still counted.
         self.ledger.note(self.peak)
         self.ledger.count(self.new, self.word)  # all at once, and part of what was noted
         storages = [
@@ -167,11 +171,10 @@ class SizedBody:
         results = [
             Value(self.ledger, storages[at], size, strides) for at, size, strides in self.results
         ]
-        for index, word in self.kept + self.first:
+        for index, word in next(self.words):
             storage = results[index].storage
             if storage is not None:
                 storage.rename(word)
-        self.first = []
         return results
 
 
@@ -206,6 +209,7 @@ class SizedMessages(Buffered):
         return tuple(values[index] for index in range(len(envelope.layouts))), ()
 
     def _buffer(self, envelope: Envelope, piece: tuple[int, ...]) -> Storage | ReceiveBuffer:
+        # As in the runtime: small pieces are new each time, large ones go into buffers that stay.
         size = envelope.piece_bytes(piece)
         if not envelope.kept(piece[0]):
             return self.ledger.allocated(size, "received")
@@ -232,6 +236,7 @@ class SizedMessages(Buffered):
         self.scratch = max(self.scratch, bucket.scratch_bytes(self.replica))
         if bucket.sparse:
             return SizedReducing(bucket, [part.like("gradients") for part in parts])
+        # The flat copy is there until the sums are: all of them in it, or a share beside it.
         flat = self.ledger.allocated(bucket.flat_bytes, "gradients")
         if not bucket.owned:
             return SizedReducing(bucket, [Value(self.ledger, flat, part.bytes) for part in parts])

@@ -58,6 +58,7 @@ def adopted(
             "option plan: with the loss outside, gradients arrive when all forwards are done; this "
             "plan's schedule has backwards before them (its family could be 'gpipe')"
         )
+    # The account is of the plan as it will run: with fewer microbatches fewer are in flight.
     first = plan if microbatches == each else _of_first(plan, microbatches)
     worst = max(curves(first), key=lambda curve: curve.peak)
     if worst.peak > memory_limit:
@@ -78,6 +79,7 @@ def _check_program(plan: Plan, program: Program) -> None:
             f"option plan: it is for {clusters} clusters, and this program has {program.units}: "
             "plan anew, or give the options (split_at, passes) and the model that it was made with"
         )
+    # Clusters alone may be as many in another model.
     digest = program_digest(program)
     if plan.program not in (None, digest):
         raise ValueError(

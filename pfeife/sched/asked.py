@@ -13,6 +13,7 @@ from pfeife.ir.program import Program
 from pfeife.sched.by_family import Scheduling, of_family, saved_is_open
 from pfeife.sched.cutting.account import Account
 from pfeife.sched.cutting.constraints import Constraints
+from pfeife.sched.cutting.memory_limit import kept_within
 from pfeife.sched.cutting.recompute_policy import RecomputePolicy, with_recompute
 from pfeife.sched.cutting.stages import bytes_of
 from pfeife.sched.families.family import Family
@@ -40,6 +41,17 @@ class PlanRequest:
     def searches(self) -> bool:
         """Whether there is something to search."""
         return self.schedule == "search" and bool(self.program.ports(Role.TANGENT))
+
+    def planned(self, limited_by: str, batch_bytes: int) -> Plan:
+        """A plan that keeps to the limits (see `kept_within`), of ranks that have so many bytes of
+        a batch."""
+        # There is one limit, the largest: what another rank has less counts as taken there.
+        limit = max(self.limits)
+        reserved = tuple(limit - rank_limit for rank_limit in self.limits)
+        left_out = (batch_bytes,) * self.constraints.ranks
+        return kept_within(
+            limit, limited_by, self.make, self.curves, self.bytes_of, left_out, reserved
+        )
 
     def make(self, left_out: tuple[int, ...], again: bool) -> Plan:
         """A plan where so many bytes of every rank are in no sum. A search that is made again is a

@@ -41,7 +41,8 @@ def of_family(
     `again` puts in what is recomputed."""
     trained = bool(program.ports(Role.TANGENT))
     count, m = constraints.count, constraints.microbatches
-    family = family_of(schedule) or policy("1f1b")  # a function of a problem needs cuts before
+    # A function of a problem needs cuts before there is a problem: those that suit 1F1B.
+    family = family_of(schedule) or policy("1f1b")
     placed = constraints.placement or _placed(family, count, constraints.ranks)
     made = (family if trained else forward_only)(count, m, placed)
     _refuse_other(f"the family {family}", made, placed, m)

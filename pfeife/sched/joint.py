@@ -142,6 +142,7 @@ def search_workload(
     """The same from bare numbers; `options` is asked for what clusters may recompute (from the
     fastest option to the one that keeps least) where memory is short."""
     layouts = layouts_for(account, constraints)
+    # What may be recomputed takes seconds to find out, so it is asked for only where it may help.
     if options is not None and any(short_of_memory(layout, constraints) for layout in layouts):
         layouts += lighter(account, layouts, constraints, options())
     roomy = [layout for layout in layouts if layout.shortage <= 0]

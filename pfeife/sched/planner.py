@@ -29,7 +29,7 @@ from pfeife.sched.cutting.constraints import Constraints
 from pfeife.sched.cutting.duplicated import cheap_to_recompute
 from pfeife.sched.cutting.heterogeneous import limits_of, machines_of, on_machines
 from pfeife.sched.cutting.judged import MESSAGE_TOLERANCE, checked_tolerance
-from pfeife.sched.cutting.memory_limit import curves_of, kept_within
+from pfeife.sched.cutting.memory_limit import curves_of
 from pfeife.sched.cutting.recompute_policy import RecomputePolicy
 from pfeife.sched.cutting.workload import workload_of
 from pfeife.sched.fixed_placement import follow
@@ -130,16 +130,7 @@ def plan(
     if owners:
         stages, (cuts, placement) = None, follow(program, owners, ranks)
         schedule = possible(schedule, placement, microbatches, ranks) if trained else schedule
-    # Stages and ranks are those of the first that says them: the arguments, a schedule that is
-    # given, cuts by hand, a placement; else there is one stage a rank.
-    if isinstance(schedule, Schedule):
-        ranks = ranks or len(schedule.ranks)
-        stages = stages or (None if cuts else schedule.stages)
-    by_hand = cuts_by_hand(program, cuts, stages)
-    if placement:
-        ranks = ranks or 1 + max(placement)
-        stages = stages or (None if by_hand else len(placement))
-    ranks = ranks or (1 + max(by_hand) if by_hand else stages or 1)
+    by_hand, stages, ranks = _shape(program, schedule, cuts, placement, stages, ranks)
     machines = machines_of(machine, ranks)
     limits = limits_of(machines, memory_limit)
     constraints = Constraints(
@@ -187,23 +178,37 @@ def plan(
             program,
             progress=progress,
             watched=watched,
-            after=reductions.seconds if reductions else None,
+            after=reductions,
         ),
         effort=Effort(search_seconds, search_work, seed, jobs),
         limits=limits,
     )
-    limit = max(limits)
-    limited_by = f"memory_limit={limit}"
-    if memory_limit is None:
-        limited_by = _memory_words(machines)
-    batch_bytes = (_batch_bytes(program, microbatches, replication),) * constraints.ranks
-    # There is one limit, the largest: what another rank has less counts as taken there.
-    reserved = tuple(limit - rank_limit for rank_limit in limits)
-    planned = kept_within(
-        limit, limited_by, request.make, request.curves, request.bytes_of, batch_bytes, reserved
-    )
+    limited_by = _memory_words(machines) if memory_limit is None else f"memory_limit={max(limits)}"
+    planned = request.planned(limited_by, _batch_bytes(program, microbatches, replication))
     planned = with_reductions(planned, account, constraints, reductions)
     return attrs.evolve(planned, program=program_digest(program))
+
+
+def _shape(
+    program: Program,
+    schedule: Scheduling,
+    cuts: Sequence[int] | None,
+    placement: Sequence[int] | None,
+    stages: int | None,
+    ranks: int | None,
+) -> tuple[tuple[int, ...] | None, int | None, int]:
+    """The cuts by hand, if there are any, and how many stages, if that is said, and ranks there
+    are."""
+    # Stages and ranks are those of the first that says them: the arguments, a schedule that is
+    # given, cuts by hand, a placement; else there is one stage a rank.
+    if isinstance(schedule, Schedule):
+        ranks = ranks or len(schedule.ranks)
+        stages = stages or (None if cuts else schedule.stages)
+    by_hand = cuts_by_hand(program, cuts, stages)
+    if placement:
+        ranks = ranks or 1 + max(placement)
+        stages = stages or (None if by_hand else len(placement))
+    return by_hand, stages, ranks or (1 + max(by_hand) if by_hand else stages or 1)
 
 
 def _seen(machines: Sequence[Machine], network: Network | None) -> Machine:

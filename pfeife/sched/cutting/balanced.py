@@ -195,6 +195,7 @@ def _spans(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Bytes of a stage between two edges: its state, endless where that is more than `most`; what
     it saves of a microbatch; and what its rank needs once for all its stages."""
+    # Row i grows from edge i on, one cluster at a time, so that all spans take one pass each.
     state, saved, together = (np.full((len(edges),) * 2, fill) for fill in (np.inf, 0.0, 0.0))
     place = {edge: index for index, edge in enumerate(edges)}
     for i, first in enumerate(edges[:-1]):
@@ -215,6 +216,8 @@ def _roomy(
 ) -> list[int] | None:
     """The fastest cut that fits, by what a stage may have: a rank with one stage gives it all, and
     of several one may have more than its share, which is looked for by halving."""
+    # With one stage a rank the first try is all. With several the shares of a rank's stages need
+    # not be even: less for each stage forces cuts whose sums fit.
     low, high, chosen = 0.0, float(limit), None
     tried = fastest(high)
     if tried is None or worst(tried) <= limit:

@@ -30,6 +30,7 @@ def cheap_to_recompute(
         for port in flat.ports(Role.BUFFER, Role.CONSTANT, Role.BATCH)
         if port.fqn not in updated
     }
+    # By node all that has to be computed for it, from what every rank has.
     cones: dict[fx.Node, frozenset[fx.Node]] = {}
     for node in flat.module.graph.nodes:
         if node.op == "get_attr" or node.name in plain:

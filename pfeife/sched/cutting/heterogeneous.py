@@ -29,19 +29,22 @@ def limits_of(machines: Sequence[Machine], memory_limit: int | None) -> tuple[in
     return tuple(machine.memory if memory_limit is None else memory_limit for machine in machines)
 
 
+# Costs are those of the first machine, perhaps measured there; nobody can measure another one here.
+#
+#     rank                     0          1                                2
+#     machine                  A          B                                A
+#     seconds of a call     s (of A)   s x estimate on B / estimate on A   s
+#
+# So what an estimate leaves out grows with the rest, and a rank with the first machine has no row.
 def on_machines(work: Workload, program: Program, machines: Sequence[Machine]) -> Workload:
     """A program's workload with the seconds on ranks whose machine is another one than the first,
     which the program's costs are of: these times what an estimate has for the one by the other."""
-    first, elsewhere = machines[0], {}
-    estimates: list[tuple[Machine, Seconds]] = []
-    for rank, machine in enumerate(machines):
-        if machine == first:
-            continue
-        seconds = next((figures for earlier, figures in estimates if earlier == machine), None)
-        if seconds is None:
-            seconds = _seconds(program, first, machine)
-            estimates.append((machine, seconds))
-        elsewhere[rank] = seconds
+    first, kinds = machines[0], list[Machine]()  # machines are not to be hashed
+    for machine in machines:
+        kinds += [machine] if machine not in kinds else []
+    seconds = [_seconds(program, first, machine) for machine in kinds[1:]]
+    ranks = enumerate(map(kinds.index, machines))
+    elsewhere = {rank: seconds[kind - 1] for rank, kind in ranks if kind}
     return attrs.evolve(work, elsewhere=elsewhere) if elsewhere else work
 
 

@@ -86,6 +86,7 @@ def best_cut(
     def least(counted: Callable[[tuple[int, ...]], float]) -> tuple[int, ...]:
         return _moved(cutter, min(judgements, key=counted), counted, lambda: len(judgements) > most)
 
+    # First the fastest step of all, then, against its figures, the one that counts least.
     fastest = judged(least(lambda cut: judged(cut)[0]))
     score = Score(*fastest, tolerance)
     chosen = least(lambda cut: score.of(*judged(cut)))

@@ -49,6 +49,7 @@ def layouts_for(account: Account, constraints: Constraints) -> list[Layout]:
             f"{constraints.count} stages on {constraints.ranks} ranks, but the program has only "
             f"{units} clusters to cut between"
         )
+    # Even loads may put what saves most on one rank: then room comes before speed.
     if all(layout.shortage > 0 for layout in layouts.values()) and not constraints.cuts:
         for placement in _placements(units, constraints):
             for cut in _roomiest(account, clusters, constraints, placement):
@@ -208,6 +209,8 @@ def lighter(
     """The layouts with as little recomputed on every rank as makes room for all, half or one of
     the microbatches that want to be in flight."""
     relieved = []
+    # All, half or one of the microbatches in flight: which is the best trade of waits for
+    # recomputation shows in the search alone.
     for layout, share in itertools.product(layouts, (1.0, 0.5, 0.0)):
         chosen: dict[int, RecomputeOption] = {}
         for rank in range(constraints.ranks):

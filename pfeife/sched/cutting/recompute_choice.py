@@ -124,6 +124,16 @@ def cheapest_first(
     return reached
 
 
+# A stage's forward, of which the backward wants b and d. To keep d alone, b is computed again, and
+# so is a, which b reads; `in`, an input of the body, is there in any case.
+#
+#     in -> [a] -> [b] -> [c] -> [d]        kept: storage of d        again: a, b
+#                   |             |
+#                   v             v         kept: b and d             again: nothing  (`none`)
+#               backward      backward      kept: nothing             again: a, b, c, d
+#
+# Who keeps a storage has all nodes that look at it. What `again` costs is the nodes' seconds, and
+# what is kept the storages' bytes: the options of a stage are the best trades of one for the other.
 @attrs.frozen(eq=False, slots=False)
 class _Stage:
     """What a stage's backward wants of its forward's `nodes`, and what these cost.
@@ -163,6 +173,7 @@ class _Stage:
     def _better(self, fallback: RecomputeOption, budget: int) -> RecomputeOption:
         solved = self._solved(budget)
         option = fallback if solved is None else self.option(solved)
+        # The solver ends at its limits with any solution: one that is no better does not count.
         allowed = option.saved <= budget and option.extra_seconds <= fallback.extra_seconds
         return option if allowed else fallback
 

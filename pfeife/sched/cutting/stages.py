@@ -157,6 +157,7 @@ def bytes_of(account: Account, plan: Plan, machine: Machines) -> list[int]:
         for option, stage_units in zip(plan.recompute, units, strict=False)
     }
     m = plan.schedule.microbatches
+    # Without a network: bytes do not depend on links.
     problem = stage_problem(
         account, stage_of, stage_ranks, m, machine=machine, relief=Relief(bytes=less)
     )

@@ -77,6 +77,8 @@ class Family:
 
 def family_of_one(schedule: Schedule) -> Family:
     """The family that has one schedule, and what the schedule is with fewer microbatches."""
+    # Whoever asks for other stages or another placement means another schedule: no formula is here
+    # to make it.
     stage_ranks = schedule.stage_ranks
 
     def make(stages: int, microbatches: int, ranks: Sequence[int] | None = None) -> Schedule:

@@ -133,6 +133,7 @@ class _Blocks:
         if forwards and self.held[rank] < self.limit:
             _, stage, k = forwards[0]
             ready = self.inputs[stage] > k
+        # A forward goes first only where its block has it earlier, and room for it.
         if gradients and not (ready and forwards[0] < gradients[0]):
             _, stage, k = heappop(gradients)
             return Action(stage, Do.INPUT_BACKWARD, k)

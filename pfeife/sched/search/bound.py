@@ -42,6 +42,8 @@ def preemptive(jobs: list[tuple[float, float, float]]) -> float:
 
     The released job with the longest tail runs, in O(n log n).
     """
+    # A job that is interrupted waits with what is left of it. Whoever may not interrupt is no
+    # faster, so this is a bound for schedules of whole operations.
     jobs = sorted(jobs)
     now = best = 0.0
     waiting: list[tuple[float, float]] = []
@@ -182,6 +184,7 @@ def _longest(steps: Sequence[_Step], shop: JobShop) -> list[list[float]]:
 
 def _before(shop: JobShop) -> list[frozenset[int]]:
     """Per token the others of its rank that come before it for the same microbatch."""
+    # By way of other ranks, too: F of a rank's second stage comes after F of its first one.
     ancestors: list[set[int]] = [set() for _ in range(3 * shop.stages)]
     for token in _in_order(shop):
         direct = {source for source, _ in shop.sources[token]}

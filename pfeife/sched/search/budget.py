@@ -54,6 +54,7 @@ class Budget:
 
     def over(self, ahead: int = 0) -> bool:
         """Whether the clock leaves no time for so many more operations."""
+        # Once over it stays over: who asks twice in a loop must not go on at the second time.
         self.tick()
         if self.deadline < math.inf and self.seconds_left < ahead * self.pace:
             self.interrupted = True

@@ -77,6 +77,7 @@ def dispatch(floor: Floor, choose: Chooser) -> Dispatched:
     orders: Orders = [[] for _ in range(shop.ranks)]
     clock, wake = [0.0] * shop.ranks, [0.0] * shop.ranks
     free = [[0.0] * shop.ranks for _ in range(shop.ranks)]
+    # Ranks by when they are to be asked; entries that a later one has replaced stay behind.
     heap = [(0.0, rank) for rank in range(shop.ranks) if floor.stages[rank]]
     while heap:
         now, rank = heappop(heap)

@@ -72,6 +72,7 @@ def compile_problem(problem: Problem) -> JobShop:
         ):
             readers[a].append((b, lag if crosses else 0.0))
             sources[b].append((a, lag if crosses else 0.0))
+    # Without a limit every comparison with it holds.
     limits = problem.memory or (math.inf,) * problem.ranks
     return JobShop(
         problem=problem,
@@ -162,6 +163,7 @@ def in_time(shop: JobShop, orders: Orders) -> tuple[list[float], list[int]] | No
     arrived, starts = [0.0] * size, [0.0] * size
     clock, at = [0.0] * shop.ranks, [0] * shop.ranks
     free = [[0.0] * shop.ranks for _ in range(shop.ranks)]
+    # By the operation that a rank misses, for whoever brings the last of what that waits for.
     sleeping: dict[int, int] = {}
     awake, result = list(range(shop.ranks)), []
     while awake:

@@ -14,15 +14,24 @@ def list_schedule(shop: JobShop, rule: Rule) -> Dispatched | None:
     return dispatch(floor, _chooser(floor, rule, memory))
 
 
+# A rank that is free at `now` looks at the next I, W and F of each of its stages, and takes the
+# first of these lines that holds (an I frees memory and is waited for, so it never waits itself):
+#
+#     I   if one is there
+#     F   if one is there, has room and is under the cap; no more than `owed` W lie behind;
+#         and the next I comes no sooner than `hold` x F        now [--- F ---]    I
+#     W   if the next I or F comes no sooner than `gap` x W,    now [- W -]    I or F
+#         or an F is stuck without room, or too many W lie behind
+#     -   else it sleeps until the next I or F is there
+#
+# This runs for every operation of every schedule that a search tries, hence one plain loop over the
+# rank's stages: the best I, W and F that may start now, and when the next I and F will be there.
 def _chooser(floor: Floor, rule: Rule, memory: tuple[float, ...]) -> Chooser:
     shop = floor.shop
     m, count, seconds, whole = shop.microbatches, shop.stages, shop.seconds, shop.whole
     ready, done, room, caps, ahead = floor.ready, floor.done, floor.room, rule.caps, rule.ahead
     gap, hold, owed = rule.gap, rule.hold, rule.owed
 
-    # This runs for every operation of every schedule that a search tries, hence one plain loop over
-    # the rank's stages: the best I, W and F that may start now, and when the next I and F will be
-    # there.
     def choose(rank: int, now: float) -> tuple[int, float]:
         best_f = best_i = best_w = -1
         key_f = key_i = key_w = soon_f = soon_i = NEVER

@@ -60,6 +60,7 @@ def search_side_by_side(
         )
         for index in range(1, jobs)
     ]
+    # This process searches while the others do, and asks for their answers when it is done.
     with _running(others) as answers:
         results = [search_each(problems, budget, seed, seeds, further), *answers()]
 

@@ -85,6 +85,13 @@ def pattern_schedule(shop: JobShop, pattern: Pattern) -> Dispatched:
     return dispatch(floor, _chooser(floor, pattern))
 
 
+# What has the least slot + microbatch has the turn, there or not; `now` the rank may take
+#
+#     slot   2.0   2.4   2.9   3.5         loose = 0.6: 2.4 may go before 2.0, 2.9 may not
+#     there   -     x     x     x          loose = 0:   W fill the wait for 2.0, or the rank waits
+#            turn
+#
+# so the order is the pattern's own where nothing is late, whatever the times.
 def _chooser(floor: Floor, pattern: Pattern) -> Chooser:
     shop = floor.shop
     m, count, seconds, whole = shop.microbatches, shop.stages, shop.seconds, shop.whole

@@ -122,6 +122,7 @@ def _shares(searches: Sequence[Search]) -> list[tuple[Search, float]]:
     if len(searches) < 2 or math.isinf(best):
         return []
     open_ = [s for s in searches if s.bound < best * (1 - 1e-9) and s.best < math.inf]
+    # Those so far behind that they would have next to nothing leave it to the others.
     weights = {s: 3 ** -((s.best / best - 1) / _BEHIND) for s in open_}
     enough = {s: w for s, w in weights.items() if w > 0.05 * sum(weights.values())}
     ordered = sorted(enough, key=lambda s: s.best)

@@ -273,6 +273,7 @@ class Turn:
             return
         problem = attrs.evolve(search.problem, microbatches=few)
         small = Search(problem, self.budget, 0, larger=search)
+        # What it spends is spent of this turn, too: both have one budget.
         work = int((share - self.share) * (self.last - self.first))
         small.run(max(1, work), annealing=False)
         search.count(small.spent, small.evaluations)
@@ -334,6 +335,7 @@ class Turn:
             changed = neighbour(self.search.shop, pattern, random)
             made = self.try_pattern(changed)
             left = max(0.0, 1 - (self.share - since) / (until - since))
+            # Metropolis as in `anneal`: the random number first, then what may be worse by it.
             if made < current - hot * left * math.log(1 - random.random()):
                 current, pattern = made, changed
                 best = min(best, (made, changed), key=lambda pair: pair[0])
@@ -344,6 +346,7 @@ class Turn:
         search = self.search
         rounds = ((6, 0.4, (0.3, 1.0, 0.1)), (3, 0.5, (0.3, 0.1, 1.0)), (1, 1.0, (0.2,)))
         for count, share, hots in rounds:
+            # Of every origin the best: those of one origin end in the same place.
             chosen = search.pool.varied(count)
             left = max(0, int(share * (self.last - search.spent)))
             for index, candidate in enumerate(chosen):

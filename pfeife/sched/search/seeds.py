@@ -71,6 +71,7 @@ def fitting(problem: Problem, schedule: Schedule) -> Iterator[Schedule]:
     if fits(problem, schedule):
         yield schedule
         return
+    # The most that fit: fewer in flight only wait more.
     for in_flight in range(min(schedule.microbatches, 2 * len(schedule.ranks)), 0, -1):
         waiting = capped(problem, schedule, in_flight)
         if waiting is not None and fits(problem, waiting):

@@ -146,6 +146,7 @@ class Timing:
         self.end, self.tail = [0.0] * (size + 1), [0.0] * (size + 1)
         self.ready, self.after = [0.0] * (size + 1), [0.0] * (size + 1)
         self.simple = all(len(s) <= 1 for s in (*self.sources, *self.readers))
+        # With one link an operation, as in a chain of stages, flat lists do for all links.
         # The ways hold the lists themselves, which from here on change in place alone.
         self._ways = self._directions()
         self._waits: dict[
@@ -203,6 +204,13 @@ class Timing:
         What follows is timed again as far as it changes; all of it if much does. `behind_it` and
         `before_it` are places outside that have other neighbours than before.
         """
+        # A move of what stands at first..last changes heads from there on and tails before it:
+        #
+        #     topological order   . . . . [first ... last] . . . . .
+        #     tails  <----------- as far as they change |
+        #     heads                | as far as they change ----------->
+        #
+        # What does not change ends a way early: most moves change few others.
         there, back = self._ways
         order = self.topological
         if self.shop.contended:
