@@ -193,11 +193,9 @@ class SizedMessages(Buffered):
     @property
     def bytes(self) -> int:
         """Of the receive buffers, which stay."""
-        sizes = {self.scratch: 1} if self.scratch else {}
-        return sum(
-            rounded(size, self.ledger.rounding) * most
-            for size, most in [*self.most.items(), *sizes.items()]
-        )
+        rounding = self.ledger.rounding
+        buffers = sum(rounded(size, rounding) * most for size, most in self.most.items())
+        return buffers + rounded(self.scratch, rounding)
 
     def _posted(self, source: int, envelope: Envelope) -> tuple[Any, tuple]:
         values: dict[int, Value] = {}

@@ -1,7 +1,7 @@
 """Decisions about cuts and schedules: functions from programs or bare numbers to plain data.
 
-`planner` is the door, `manual_cuts` checks what it is given, `asked` has what stays when a plan is
-made again, `by_family` and `joint` decide cuts and schedule together, `replicated` adds what
+`planner` is the door, `manual_cuts` checks what it is given, `request` has what stays when a plan
+is made again, `by_family` and `joint` decide cuts and schedule together, `replicated` adds what
 replicas reduce; read these first, then `families/` (schedules by a formula), `cutting/` (where to
 cut), `search/` (schedules that are looked for). `microbatches` chooses how many, `fixed_placement`
 cuts a program where another one has its state, `adopt_plan` checks a plan that somebody brings,

@@ -56,7 +56,7 @@ def of_family(
     if trained and callable(schedule) and not isinstance(schedule, Family):
         always = with_left_out(account.always(stage_of, placed, m), constraints.left_out)
         limited = attrs.evolve(problem, memory=room_for(constraints.memory_limit, always))
-        order = _over(_asked(schedule, limited), constraints.ranks)
+        order = _over(_made_by(schedule, limited), constraints.ranks)
     _check_split(order, program)
     lowered = insert_actions(verify_schedule(order), transfers(problem))
     plan = Plan(stage_of, order, account.work.duplicated)
@@ -101,7 +101,7 @@ def _others(cutter: Cutter) -> Iterator[tuple[int, ...]]:
         alike = attrs.evolve(constraints, machine=machine, of_ranks=(), network=None)
         yield attrs.evolve(cutter, constraints=alike).even()
     if len(cutter.stage_ranks) > len(set(cutter.stage_ranks)):
-        yield from even_cuts(cutter.account, constraints, tuple(cutter.stage_ranks))
+        yield from even_cuts(cutter)
 
 
 def _check_split(order: Schedule, program: Program) -> None:
@@ -134,7 +134,7 @@ def family_of(schedule: Scheduling) -> Family | None:
     return None
 
 
-def _asked(make: Callable[[Problem], Schedule], problem: Problem) -> Schedule:
+def _made_by(make: Callable[[Problem], Schedule], problem: Problem) -> Schedule:
     """What a function makes of a problem. Raises ValueError unless it is a schedule of it."""
     try:
         inspect.signature(make).bind(problem)

@@ -20,7 +20,6 @@ from pfeife.ir.digest import program_digest
 from pfeife.ir.parts import Role
 from pfeife.ir.program import Program
 from pfeife.passes.compose import Passes
-from pfeife.sched.asked import PlanRequest
 from pfeife.sched.by_family import Scheduling
 from pfeife.sched.cutting.account import Account
 from pfeife.sched.cutting.blocks import CutAt, check_cut_at, closed_borders
@@ -42,6 +41,7 @@ from pfeife.sched.manual_cuts import (
     possible,
 )
 from pfeife.sched.replicated import reductions_of, with_reductions
+from pfeife.sched.request import PlanRequest
 
 log = logging.getLogger("pfeife")
 

@@ -1,7 +1,7 @@
 """Where to cut, on which ranks, and what to compute again where memory is short.
 
 `workload` has the figures of clusters, `account` sums up their bytes, and `stages` has the problem
-that cuts make of them; read these first, then `borders`, `border_links` (the link of each border),
+that cuts make of them; read these first, then `constraints` (what a plan is to keep to), `borders`, `border_links` (the link of each border),
 `clusters` (what stages take), `balanced` (the best stages of a chain), `judged` (by the step that
 they make), `blocks` (at whose borders to cut), `cuts` (by hand), `partitions` (as DeepSpeed says
 it), `heterogeneous` (ranks whose machines differ) and `layouts` (stages on ranks). `duplicated`

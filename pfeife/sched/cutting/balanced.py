@@ -121,7 +121,7 @@ class Cutter:
             # it starts where the fullest stage is as small as can be.
             every = self.shares(math.inf)
             _, start = worst_of(self.edges, stages, every.__getitem__) or (math.inf, [])
-            starts = roomiest(self.clusters, start, self.worst, self.limit)
+            starts = self.roomiest(start)
             if self.lacking(starts) > 0:
                 raise _refusal(self.clusters, stages, self.limit, self.lacking(starts))
         return stages_from(starts, units)
@@ -149,6 +149,20 @@ class Cutter:
 
         starts = _roomy(quietest, self.worst, self.limit)
         return None if starts is None else stages_from(starts, self.account.work.units)
+
+    def roomiest(self, starts: Sequence[int]) -> list[int]:
+        """Where stages start in a cut whose worst rank needs the least bytes, or no more than the
+        limit: the best of all where there are few, else borders moved from where they are."""
+        allowed = self.edges[1:-1]
+        if math.comb(len(allowed), len(starts)) <= _FEW:
+            return min(map(list, itertools.combinations(allowed, len(starts))), key=self.worst)
+
+        def cost(starts: Sequence[int]) -> float:
+            # All that fit are equally good, so that it stops at the first.
+            return max(self.worst(starts), self.limit)
+
+        moves = moves_of(len(starts), (-1, 1, -4, 4))
+        return climbed(starts, cost(starts), cost, self.edges, moves)
 
     def lacking(self, starts: Sequence[int]) -> float:
         """Bytes that the worst rank lacks, of the clusters at which stages start; not positive
@@ -230,27 +244,6 @@ def _roomy(
         else:
             low, chosen = middle, tried or chosen
     return chosen
-
-
-def roomiest(
-    clusters: Clusters,
-    starts: Sequence[int],
-    worst: Callable[[Sequence[int]], float],
-    limit: float,
-) -> list[int]:
-    """Where stages start in a cut whose `worst` rank needs the least bytes, or no more than the
-    limit: the best of all where there are few, else borders moved from where they are."""
-    allowed = open_borders(len(clusters.seconds), clusters.blocked)
-    if math.comb(len(allowed), len(starts)) <= _FEW:
-        every = map(list, itertools.combinations(allowed, len(starts)))
-        return min(every, key=worst)
-
-    def cost(starts: Sequence[int]) -> float:
-        # All that fit are equally good, so that it stops at the first.
-        return max(worst(starts), limit)
-
-    edges = [0, *allowed, len(clusters.seconds)]
-    return climbed(starts, cost(starts), cost, edges, moves_of(len(starts), (-1, 1, -4, 4)))
 
 
 def _closed(clusters: Clusters) -> str:

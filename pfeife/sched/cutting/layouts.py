@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import accumulate, pairwise
 
 import attrs
@@ -10,15 +11,14 @@ import attrs
 from pfeife.data.plan import RecomputeOption
 from pfeife.lowering.problem import Problem
 from pfeife.sched.cutting.account import NO_RELIEF, Account, Relief, with_left_out
-from pfeife.sched.cutting.balanced import roomiest
-from pfeife.sched.cutting.border_links import Border, borders_of
-from pfeife.sched.cutting.borders import borders, climbed, moves_of, open_borders, stages_from
-from pfeife.sched.cutting.clusters import Clusters, clusters_of
+from pfeife.sched.cutting.balanced import Cutter
+from pfeife.sched.cutting.border_links import Border
+from pfeife.sched.cutting.borders import borders, climbed, moves_of, stages_from
+from pfeife.sched.cutting.clusters import clusters_of
 from pfeife.sched.cutting.constraints import Constraints
 from pfeife.sched.cutting.memory_limit import TooManyStages
 from pfeife.sched.cutting.recompute_choice import cheapest_first
 from pfeife.sched.cutting.stages import problem_of, room_for
-from pfeife.sched.cutting.workload import Workload
 from pfeife.sched.families.orders import folded, looped
 
 
@@ -38,10 +38,16 @@ def layouts_for(account: Account, constraints: Constraints) -> list[Layout]:
 
     Raises TooManyStages if there are fewer clusters than stages.
     """
-    clusters, units = clusters_of(account.work), account.work.units
+    units = account.work.units
+    cutters = [
+        # With one microbatch in flight: more need not fit.
+        Cutter(account, constraints, placement, (1,) * len(placement))
+        for placement in _placements(units, constraints)
+    ]
     layouts: dict[tuple, Layout] = {}
-    for placement in _placements(units, constraints):
-        for cut in even_cuts(account, constraints, placement):
+    for cutter in cutters:
+        placement = tuple(cutter.stage_ranks)
+        for cut in even_cuts(cutter):
             if (cut, placement) not in layouts:
                 layouts[cut, placement] = layout_of(account, constraints, cut, placement)
     if not layouts:
@@ -51,8 +57,10 @@ def layouts_for(account: Account, constraints: Constraints) -> list[Layout]:
         )
     # Even loads may put what saves most on one rank: then room comes before speed.
     if all(layout.shortage > 0 for layout in layouts.values()) and not constraints.cuts:
-        for placement in _placements(units, constraints):
-            for cut in _roomiest(account, clusters, constraints, placement):
+        for cutter in cutters:
+            start, placement = Loads(cutter).even(), tuple(cutter.stage_ranks)
+            if start is not None:
+                cut = stages_from(cutter.roomiest(start), units)
                 layouts[cut, placement] = layout_of(account, constraints, cut, placement)
     return list(layouts.values())
 
@@ -89,36 +97,33 @@ def _placements(units: int, constraints: Constraints) -> Iterator[tuple[int, ...
             )
 
 
-def even_cuts(
-    account: Account, constraints: Constraints, placement: tuple[int, ...]
-) -> Iterator[tuple[int, ...]]:
+def even_cuts(cutter: Cutter) -> Iterator[tuple[int, ...]]:
     """Cuts whose ranks are loaded evenly, from those whose stages are; or the one by hand."""
-    if constraints.cuts:
-        yield constraints.cuts
+    if cutter.constraints.cuts:
+        yield cutter.constraints.cuts
         return
-    units, stages = account.work.units, len(placement)
-    loads = Loads(account.work, placement, constraints)
+    units, stages = cutter.account.work.units, len(cutter.stage_ranks)
+    loads = Loads(cutter)
     start = loads.even()
     if start is not None:
         yield stages_from(start, units)
         yield stages_from(loads.improved(start), units)
     by_count = borders([unit * stages // units for unit in range(units)])
-    if loads.clusters.allowed(by_count):
+    if cutter.clusters.allowed(by_count):
         yield stages_from(by_count, units)
 
 
 class Loads:
-    """Seconds of every rank for cuts, given by the cluster at which each stage but the first
-    starts."""
+    """Seconds of every rank for the cuts of a cutter, given by the cluster at which each stage but
+    the first starts."""
 
-    def __init__(self, work: Workload, placement: tuple[int, ...], constraints: Constraints):
-        self.clusters, self.placement = clusters_of(work), placement
-        self.units = work.units
+    def __init__(self, cutter: Cutter):
+        work, self.clusters, self.edges = cutter.account.work, cutter.clusters, cutter.edges
+        self.placement, self.units = cutter.stage_ranks, work.units
         self.before = [0.0, *accumulate(self.clusters.seconds)]
         seconds_on = {rank: clusters_of(work, rank).seconds for rank in work.elsewhere}
         self.elsewhere = {rank: [0.0, *accumulate(seconds)] for rank, seconds in seconds_on.items()}
-        ends = borders_of(placement, constraints.machines, constraints.network)
-        self.transfers = [self._transfers(border) for border in ends]
+        self.transfers = list(map(cache(self._transfers), cutter.borders))
 
     def _transfers(self, border: Border | None) -> list[float]:
         """Seconds of the messages over a border, by the cluster at which it is."""
@@ -144,8 +149,7 @@ class Loads:
 
     def even(self) -> list[int] | None:
         """Stages of about the same seconds, at borders that are open; None without enough."""
-        allowed = open_borders(self.units, self.clusters.blocked)
-        stages = len(self.placement)
+        allowed, stages = self.edges[1:-1], len(self.placement)
         if len(allowed) < stages - 1:
             return None
         starts: list[int] = []
@@ -161,26 +165,8 @@ class Loads:
         """Borders moved one by one, and by pairs of neighbours, as long as that helps."""
         # A rank may have several stages. Two borders that move together move a whole stage, which
         # changes what is sent and not how much a stage has; long steps pass over a heavy cluster.
-        edges = [0, *open_borders(self.units, self.clusters.blocked), self.units]
         moves = moves_of(len(starts), (-1, 1, -3, 3, -9, 9), together=2)
-        return climbed(starts, self.cost(starts), self.cost, edges, moves)
-
-
-def _roomiest(
-    account: Account, clusters: Clusters, constraints: Constraints, placement: tuple[int, ...]
-) -> Iterator[tuple[int, ...]]:
-    """The cut for a placement whose worst rank needs the least memory for one microbatch."""
-    start = Loads(account.work, placement, constraints).even()
-    if start is None:
-        return
-    m, limit, units = constraints.microbatches, constraints.memory_limit, account.work.units
-
-    def worst(starts: Sequence[int]) -> int:
-        cut = stages_from(starts, units)
-        needed = account.needed(cut, placement, m, (1,) * len(placement))
-        return max(with_left_out(needed, constraints.left_out))
-
-    yield stages_from(roomiest(clusters, start, worst, limit), units)
+        return climbed(starts, self.cost(starts), self.cost, self.edges, moves)
 
 
 def short_of_memory(layout: Layout, constraints: Constraints) -> bool:

@@ -68,7 +68,7 @@ def try_families(searches: Sequence[Search], budget: Budget) -> bool:
         return False
     opening = budget.part(1.0 if small else _SHARE)
     # Those for cuts on one placement are neighbours, as groupby wants them.
-    alike = [list(group) for _, group in groupby(searches, key=_asked)]
+    alike = [list(group) for _, group in groupby(searches, key=_family_inputs)]
     for family, group in product(SEEDING, alike):
         open_, work = _may_win(group, searches), _MADE_WORK * group[0].shop.operations
         if not open_ or opening.left < work or opening.over(group[0].ahead):
@@ -80,7 +80,7 @@ def try_families(searches: Sequence[Search], budget: Budget) -> bool:
     return opening.interrupted
 
 
-def _asked(search: Search) -> tuple:
+def _family_inputs(search: Search) -> tuple:
     """What a family's schedule depends on."""
     problem = search.problem
     splittable = all(stage.splittable for stage in problem.stages)
