@@ -21,8 +21,7 @@ from pfeife.lowering.simulate import simulate
 from pfeife.sched.families import folded
 from pfeife.sched.search.dispatch import Dispatched
 from pfeife.sched.search.job_shop import JobShop, compile_problem, length_of, starts_of
-from pfeife.sched.search.list_schedule import list_schedule
-from pfeife.sched.search.rules import first_rules
+from pfeife.sched.search.list_schedule import first_rules, list_schedule
 
 WORK = 60_000  # operations that a search in a test looks at
 

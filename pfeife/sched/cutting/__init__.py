@@ -1,14 +1,14 @@
 """Where to cut, on which ranks, and what to compute again where memory is short.
 
 `workload` has the figures of clusters, `account` sums up their bytes, and `stages` has the problem
-that cuts make of them; read these first, then `constraints` (what a plan is to keep to), `borders`, `border_links` (the link of each border),
-`clusters` (what stages take), `balanced` (the best stages of a chain), `judged` (by the step that
-they make), `blocks` (at whose borders to cut), `cuts` (by hand), `partitions` (as DeepSpeed says
-it), `heterogeneous` (ranks whose machines differ) and `layouts` (stages on ranks). `duplicated`
-finds what stages compute for themselves, `recompute_choice` what a stage computes again for a
-number of bytes, `recompute_policy` what people ask for by a word, `recompute_greedy` what ranks
-without room do; `memory_limit` keeps plans to the memory, by the account of every byte;
-`unevenness` is what cuts lose at other sizes.
+that cuts make of them; read these first, then `constraints` (what a plan is to keep to), `borders`,
+`border_links` (the link of each border), `clusters` (what stages take), `balanced` (the best stages
+of a chain), `judged` (by the step that they make), `blocks` (at whose borders to cut), `cuts` (by
+hand), `partitions` (as DeepSpeed says it), `heterogeneous` (ranks whose machines differ) and
+`layouts` (stages on ranks). `duplicated` finds what stages compute for themselves,
+`recompute_choice` what a stage computes again for a number of bytes, `recompute_policy` what people
+ask for by a word, `recompute_greedy` what ranks without room do; `memory_limit` keeps plans to the
+memory, by the account of every byte; `unevenness` is what cuts lose at other sizes.
 """
 
 from pfeife.sched.cutting.account import Account

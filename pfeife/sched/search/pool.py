@@ -5,8 +5,8 @@ from enum import Enum
 import attrs
 
 from pfeife.sched.search.job_shop import Orders
+from pfeife.sched.search.list_schedule import Rule
 from pfeife.sched.search.pattern import Pattern
-from pfeife.sched.search.rules import Rule
 
 _MOST = 8  # of one origin
 

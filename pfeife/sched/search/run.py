@@ -24,10 +24,9 @@ from pfeife.sched.search.job_shop import (
     schedule_of,
     starts_of,
 )
-from pfeife.sched.search.list_schedule import list_schedule
+from pfeife.sched.search.list_schedule import Rule, first_rules, list_schedule, mutated
 from pfeife.sched.search.pattern import Pattern, neighbour, pattern_of, pattern_schedule
 from pfeife.sched.search.pool import Candidate, Origin, Pool
-from pfeife.sched.search.rules import Rule, first_rules, mutated
 from pfeife.sched.search.seeds import SEEDING, STRIDE, fitting, made, patterns
 
 # Operations looked at, per operation of the problem, as what they cost compares to annealing.

@@ -11,8 +11,7 @@ from pfeife.lowering.problem import (
     makespan,
 )
 from pfeife.sched.search.job_shop import compile_problem, length_of, schedule_of, starts_of
-from pfeife.sched.search.list_schedule import list_schedule
-from pfeife.sched.search.rules import first_rules
+from pfeife.sched.search.list_schedule import first_rules, list_schedule
 from pfeife.sched.search.timing import Timing
 
 

@@ -17,8 +17,7 @@ from pfeife.sched.search.job_shop import (
     schedule_of,
     starts_of,
 )
-from pfeife.sched.search.list_schedule import list_schedule
-from pfeife.sched.search.rules import first_rules, mutated
+from pfeife.sched.search.list_schedule import first_rules, list_schedule, mutated
 
 
 @given(problems(), st.integers(0, 10**6))

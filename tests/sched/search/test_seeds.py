@@ -23,10 +23,9 @@ from pfeife.sched.search.job_shop import (
     schedule_of,
     starts_of,
 )
-from pfeife.sched.search.list_schedule import list_schedule
+from pfeife.sched.search.list_schedule import first_rules, list_schedule
 from pfeife.sched.search.pattern import pattern_schedule
 from pfeife.sched.search.pool import Origin
-from pfeife.sched.search.rules import first_rules
 from pfeife.sched.search.run import Search
 from pfeife.sched.search.search import search_schedule
 from pfeife.sched.search.seeds import SEEDING, capped, fitting, made, patterns, put_off_forwards
