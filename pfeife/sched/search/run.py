@@ -74,7 +74,7 @@ class Search:
         larger: "Search | None" = None,
     ):
         self.problem, self.budget, self.shop = problem, budget, compile_problem(problem)
-        self.random = larger.random if larger else Random(seed)
+        self.random: Random = larger.random if larger else Random(seed)
         self.bound = bound_of(self.shop)
         self.goal = self.bound * (1 + 1e-9)
         self.pool, self.evaluations, self.spent, self.turns = Pool(), 0, 0, 0
@@ -83,7 +83,8 @@ class Search:
         # Nobody is told of candidates whose steps have fewer microbatches.
         self.seen = None if larger else budget.seen
         # Work that is left to it when the clock ends it.
-        self.ahead = larger.ahead if larger else (_LIST_WORK + _RESULT_WORK) * self.shop.operations
+        alone = (_LIST_WORK + _RESULT_WORK) * self.shop.operations
+        self.ahead: int = larger.ahead if larger else alone
         fitting_seeds = list(_timed(problem, seeds))
         for _, schedule in fitting_seeds:
             self.take(schedule)
