@@ -27,22 +27,23 @@ class Footprint:
 
     `state`: parameters with their optimizer state, buffers, and sums of gradients. Of one
     microbatch: `late` is what it saves for its backward; `saved` that and what is sent to others,
-    which has surely arrived when a gradient comes back; `kept` what it needs from its input- to
-    its weight-backward; `ahead` what its forward receives of others, `back` what its backward
-    does. `temporaries` is the most that a call needs beside what is saved: what its clusters leave,
-    such as gradients that are not yet added up, and what the largest cluster takes for itself.
+    which has surely arrived when a gradient comes back; `for_weights` what it needs from its
+    input- to its weight-backward; `ahead` what its forward receives of others, `back` what its
+    backward does. `temporaries` is the most that a call needs beside what is saved: what its
+    clusters leave, such as gradients that are not yet added up, and what the largest cluster takes
+    for itself.
     """
 
     state: int
     temporaries: int
     late: int
     saved: int
-    kept: int
+    for_weights: int
     ahead: int
     back: int
 
 
-_NOTHING = Footprint(state=0, temporaries=0, late=0, saved=0, kept=0, ahead=0, back=0)
+_NOTHING = Footprint(state=0, temporaries=0, late=0, saved=0, for_weights=0, ahead=0, back=0)
 
 
 @attrs.frozen
@@ -67,14 +68,14 @@ class Account:
 
     def __init__(self, work: Workload):
         self.work = work
-        self._known: dict[tuple[int, ...], Footprint] = {}
+        self._footprints: dict[tuple[int, ...], Footprint] = {}
 
     def held(self, units: Iterable[int]) -> Footprint:
         """Bytes of these clusters."""
         key = tuple(units)
-        if key not in self._known:
-            *_, self._known[key] = (_NOTHING, *growing(self.work, key))
-        return self._known[key]
+        if key not in self._footprints:
+            *_, self._footprints[key] = (_NOTHING, *growing(self.work, key))
+        return self._footprints[key]
 
     def always(
         self, stage_of: Sequence[int], stage_ranks: Sequence[int], microbatches: int
@@ -92,7 +93,7 @@ class Account:
     def saved(self, units: Sequence[int], relief: Relief = NO_RELIEF) -> int:
         """Bytes of a microbatch from a stage's forward to its backward."""
         footprint, less = self.held(units), relief.of(units)
-        return max(footprint.saved - less, footprint.kept - less, 0)
+        return max(footprint.saved - less, footprint.for_weights - less, 0)
 
     def needed(
         self,
@@ -116,7 +117,7 @@ def growing(work: Workload, units: Iterable[int]) -> Iterator[Footprint]:
     state, made, most = 0, Counter[Kind](), dict.fromkeys(work.temporaries, 0)
     roles: dict[int, frozenset[str]] = {}  # of flows
     users = Counter[tuple[str, Hashable]]()
-    totals = dict.fromkeys(("late", "kept", "saved", "ahead", "back"), 0)
+    totals = dict.fromkeys(("late", "for_weights", "saved", "ahead", "back"), 0)
     for unit in units:
         together.add(unit)
         new = set(work.state_at[unit]) - seen
@@ -155,7 +156,7 @@ def _roles(flow: Flow, units: set[int]) -> frozenset[str]:
     if forward and kinds - {Kind.FORWARD}:
         roles |= {"late", "saved"}
     if Kind.WEIGHT_BACKWARD in kinds:
-        roles |= {"kept"}
+        roles |= {"for_weights"}
     if forward and made and any(k == Kind.FORWARD and u not in units for u, k in flow.readers):
         roles |= {"saved"}
     if not made and (Kind.FORWARD in kinds if forward else kinds):

@@ -218,7 +218,10 @@ def _spans(
                 break
             if end in place:
                 j = place[end]
-                state[i, j], saved[i, j] = footprint.state, max(footprint.saved, footprint.kept)
+                state[i, j], saved[i, j] = (
+                    footprint.state,
+                    max(footprint.saved, footprint.for_weights),
+                )
                 together[i, j] = footprint.temporaries + posted(footprint, 1, microbatches)
     return state, saved, together
 

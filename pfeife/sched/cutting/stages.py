@@ -136,7 +136,7 @@ def _costs(account: Account, units: Sequence[int], relief: Relief, rank: int) ->
         total(Kind.WEIGHT_BACKWARD),
         saved,
         # `saved` is less where something is recomputed, and a W then needs no more than that
-        min(float(account.held(units).kept), saved),
+        min(float(account.held(units).for_weights), saved),
         work.splittable,
     )
 

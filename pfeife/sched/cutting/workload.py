@@ -106,7 +106,7 @@ def workload_of(
     no seconds."""
     check_costs(program)
     flows = tuple(_flows(program, set(duplicated)))
-    storages = _Known(program, flows)
+    storages = _Storages(program, flows)
     kinds = dict.fromkeys(call.kind for call in program.calls)
     seconds = {kind: [0.0] * program.units for kind in kinds}
     made, temporaries = ({kind: [0] * program.units for kind in kinds} for _ in range(2))
@@ -176,19 +176,19 @@ def _state(
         yield port.given_bytes + copied + -(-state_bytes // shards), units
 
 
-class _Known:
+class _Storages:
     """Which storages stay from action to action, and which are there for one call alone."""
 
     def __init__(self, program: Program, flows: Sequence[Flow]):
         self.made: dict[str, set[Storage]] = defaultdict(set)  # by call nodes
         self.read: dict[tuple[int, Kind], set[Storage]] = defaultdict(set)
-        self.kept: set[Storage] = set()
+        self.stays: set[Storage] = set()
         for flow in flows:
             if flow.storage is not None:
                 for reader in flow.readers:
                     self.read[reader].add(flow.storage)
                 if any(_kept_for(flow.kind, kind) for _, kind in flow.readers):
-                    self.kept.add(flow.storage)
+                    self.stays.add(flow.storage)
                     self.made[flow.storage.call].add(flow.storage)
         results = returned(program.module)
         for port in program.ports(Role.GRADIENT):
@@ -202,7 +202,7 @@ class _Known:
 
     def passing(self, call: Call) -> int:
         """Bytes of what a call reads of others and nobody keeps."""
-        read = self.read[call.unit, call.kind] - self.kept
+        read = self.read[call.unit, call.kind] - self.stays
         return sum(storage.bytes for storage in read if storage.call != call.node)
 
 

@@ -82,14 +82,14 @@ class Search:
         self.patterns: list[tuple[float, Pattern]] = []  # to start with, and what they take
         # Nobody is told of candidates whose steps have fewer microbatches.
         self.seen = None if larger else budget.seen
-        # Work that is left to it when the clock ends it.
+        # Operations that it needs to come to an end when the clock stops it.
         alone = (_LIST_WORK + _RESULT_WORK) * self.shop.operations
         self.ahead: int = larger.ahead if larger else alone
         fitting_seeds = list(_timed(problem, seeds))
         for _, schedule in fitting_seeds:
             self.take(schedule)
         # The best as it came, beside its orders: these have its whole backwards as I and W.
-        self.given = min(fitting_seeds, key=lambda pair: pair[0], default=None)
+        self.seeded = min(fitting_seeds, key=lambda pair: pair[0], default=None)
 
     @property
     def best(self) -> float:
@@ -165,7 +165,7 @@ class Search:
     def result(self, further: Callable[[Schedule], float] | None = None) -> SearchResult:
         """The best by the judge, who runs a backward whole where that costs nothing; by what
         `further` says of it, where more follows than the schedule."""
-        judged = [self.given] if self.given else []
+        judged = [self.seeded] if self.seeded else []
         judges = max(1, min(6, 20_000 // self.shop.operations))  # one takes long for large ones
         candidates = self.pool.of()[:judges]
         if further:  # then another family may be the best
