@@ -150,11 +150,10 @@ def search_workload(
         raise _refusal(layouts, constraints)
     # Two thirds of the budget for the layouts, a sixth for their borders, the rest for the best.
     problems = [layout.problem for layout in roomy]
-    whole = _Whole(after)
-    judge = whole.of(roomy)
+    judge = _further(after, roomy)
     at, result = search_within(problems, budget.part(0.65), seed=seed, jobs=jobs, further=judge)
     schedule, interrupted, bound = result.schedule, result.interrupted, None
-    layout = _moved(account, constraints, roomy[at], schedule, budget.part(0.5), whole)
+    layout = _moved(account, constraints, roomy[at], schedule, budget.part(0.5), after)
     if result.gap > 1e-6 and not budget.over():
         _, again = search_within(
             [layout.problem],
@@ -163,7 +162,7 @@ def search_workload(
             seed=seed + jobs,
             jobs=jobs,
             seeds=[[schedule]],
-            further=whole.of([layout]),
+            further=_further(after, [layout]),
         )
         schedule, bound = again.schedule, again.bound
         interrupted = interrupted or again.interrupted
@@ -195,22 +194,15 @@ def _recompute(account: Account, layout: Layout) -> tuple[RecomputeOption, ...]:
     return tuple(options)
 
 
-@attrs.frozen
-class _Whole:
-    """The seconds of a step, with what comes `after` its schedule."""
+def _seconds(after: After | None, layout: Layout, schedule: Schedule) -> float:
+    """The makespan of a layout's schedule, and what comes after it."""
+    alone = makespan(layout.problem, schedule)
+    return alone + (after(layout.stage_of, layout.problem, schedule) if after else 0)
 
-    after: After | None
 
-    def seconds(self, layout: Layout, schedule: Schedule) -> float:
-        """The makespan of a layout's schedule, and what comes after it."""
-        alone = makespan(layout.problem, schedule)
-        return alone + (self.after(layout.stage_of, layout.problem, schedule) if self.after else 0)
-
-    def of(self, layouts: Sequence[Layout]) -> Further | None:
-        """What judges schedules of some layouts; None where nothing comes after."""
-        if self.after is None:
-            return None
-        return lambda at, schedule: self.seconds(layouts[at], schedule)
+def _further(after: After | None, layouts: Sequence[Layout]) -> Further | None:
+    """What judges schedules of some layouts; None where nothing comes after."""
+    return (lambda at, schedule: _seconds(after, layouts[at], schedule)) if after else None
 
 
 def _moved(
@@ -219,14 +211,14 @@ def _moved(
     layout: Layout,
     schedule: Schedule,
     budget: Budget,
-    whole: _Whole,
+    after: After | None,
 ) -> Layout:
     """Cuts moved border by border as long as the step with the same schedule counts less by it
     (see `Score`)."""
     if constraints.cuts is not None:
         return layout
     units, starts = account.work.units, borders(layout.stage_of)
-    first = whole.seconds(layout, schedule), message_seconds(layout.problem)
+    first = _seconds(after, layout, schedule), message_seconds(layout.problem)
     score = Score(*first, constraints.tolerance)
     work = _JUDGED * sum(map(len, schedule.ranks))
 
@@ -240,7 +232,7 @@ def _moved(
         candidate = cut_at(starts)
         if candidate.shortage > 0 or not fits(candidate.problem, schedule):
             return math.inf
-        return score.of(whole.seconds(candidate, schedule), message_seconds(candidate.problem))
+        return score.of(_seconds(after, candidate, schedule), message_seconds(candidate.problem))
 
     moved = climbed(
         starts,

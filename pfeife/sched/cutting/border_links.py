@@ -23,18 +23,17 @@ class Border:
     back: Joint
 
 
-def machine_at(machines: Machines, rank: int) -> Machine:
-    """What a rank of a pipeline is."""
-    return machines if isinstance(machines, Machine) else machines[rank]
-
-
 def joint(machines: Machines, network: Network | None, source: int, destination: int) -> Joint:
     """What joins two ranks: their link of the network, or, without one, that of the slower
     machine. Raises ValueError for ranks that the network does not know."""
     if network:
         return network.link(source, destination)
-    ends = (machine_at(machines, rank) for rank in (source, destination))
-    return max(ends, key=lambda machine: machine.transfer_seconds(_LARGE))
+    if isinstance(machines, Machine):
+        return machines
+    return max(
+        (machines[source], machines[destination]),
+        key=lambda machine: machine.transfer_seconds(_LARGE),
+    )
 
 
 def borders_of(

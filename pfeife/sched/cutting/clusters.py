@@ -1,6 +1,5 @@
 """A workload as cuts see it: seconds of clusters and stages, and what crosses borders."""
 
-import itertools
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property
 from itertools import accumulate
@@ -27,12 +26,6 @@ class Clusters:
     ahead: tuple[int, ...]
     back: tuple[int, ...]
     blocked: frozenset[int] = frozenset()
-
-    def allowed(self, starts: Sequence[int]) -> bool:
-        """Whether stages may start at these clusters: in their order, at open borders."""
-        edges = [0, *starts, len(self.seconds)]
-        rising = all(low < high for low, high in itertools.pairwise(edges))
-        return rising and self.blocked.isdisjoint(starts)
 
 
 def clusters_of(work: Workload, rank: int = 0) -> Clusters:

@@ -109,7 +109,7 @@ def even_cuts(cutter: Cutter) -> Iterator[tuple[int, ...]]:
         yield stages_from(start, units)
         yield stages_from(loads.improved(start), units)
     by_count = borders([unit * stages // units for unit in range(units)])
-    if cutter.clusters.allowed(by_count):
+    if cutter.clusters.blocked.isdisjoint(by_count):
         yield stages_from(by_count, units)
 
 

@@ -3,8 +3,7 @@
 import math
 from collections.abc import Collection, Sequence
 from heapq import heappop, heappush
-
-import attrs
+from typing import NamedTuple
 
 from pfeife.lowering.problem import Problem
 from pfeife.sched.search.job_shop import JobShop, compile_problem
@@ -85,8 +84,7 @@ def _fitting(shop: JobShop) -> list[int]:
     return fitting
 
 
-@attrs.frozen
-class _Step:
+class _Step(NamedTuple):
     """What the k-th operation of a token comes after: the k-th of `links` by so many seconds, and
     its own one before; where `memory` has (token, back, seconds), that token's (k - back)-th too;
     and all `work` of its rank that must lie between the first of `roots` and it."""
@@ -158,10 +156,9 @@ def _longest(steps: Sequence[_Step], shop: JobShop) -> list[list[float]]:
     rows: list[list[float]] = []
     row = [-math.inf] * (3 * shop.stages)
     running = [-math.inf] * (3 * shop.stages)  # when all work up to the (k-1)-th is done
-    plain = [(s.token, s.seconds, s.links, s.memory, s.roots, s.work) for s in steps]
     for k in range(shop.microbatches):
         last, row = row, [0.0] * (3 * shop.stages)
-        for token, seconds, links, memory, roots, work in plain:
+        for token, seconds, links, memory, roots, work in steps:
             head = last[token] + seconds
             for predecessor, lag in links:
                 if row[predecessor] + lag > head:

@@ -149,9 +149,8 @@ class Timing:
         # With one link an operation, as in a chain of stages, flat lists do for all links.
         # The ways hold the lists themselves, which from here on change in place alone.
         self._ways = self._directions()
-        self._waits: dict[
-            tuple[int, int], float
-        ] = {}  # from an operation to a reader, if contended
+        # Where transfers may wait: seconds from an operation's end to its reader, with the wait.
+        self._waits: dict[tuple[int, int], float] = {}
         self.length = 0.0
         self._time(0, len(self.topological))
 
