@@ -48,6 +48,7 @@ def assumed_rates(program: Program, machine: Machine) -> tuple[AssumedRate, ...]
     flops = flops_of(program)
     total = sum(flops.values())
     names = {_name(dtype): count for dtype, count in flops.items()}
+    # An estimate takes float32's rate for these: see `Machine.flops_of`.
     lacking = sorted(set(names) - set(machine.flops), key=names.__getitem__, reverse=True)
     rate = machine.flops["float32"]
     return tuple(AssumedRate(machine.name, name, names[name] / total, rate) for name in lacking)

@@ -198,6 +198,7 @@ class SizedMessages(Buffered):
         return buffers + rounded(self.scratch, rounding)
 
     def _posted(self, source: int, envelope: Envelope) -> tuple[Any, tuple]:
+        # All that travels in one piece looks at that piece's storage, and keeps it together.
         values: dict[int, Value] = {}
         for piece in envelope.pieces:
             storage = self._buffer(envelope, piece)

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import accumulate, pairwise
 
@@ -44,25 +44,33 @@ def layouts_for(account: Account, constraints: Constraints) -> list[Layout]:
         Cutter(account, constraints, placement, (1,) * len(placement))
         for placement in _placements(units, constraints)
     ]
-    layouts: dict[tuple, Layout] = {}
-    for cutter in cutters:
-        placement = tuple(cutter.stage_ranks)
-        for cut in even_cuts(cutter):
-            if (cut, placement) not in layouts:
-                layouts[cut, placement] = layout_of(account, constraints, cut, placement)
-    if not layouts:
+    pairs = _placed(cutters, even_cuts)
+    if not pairs:
         raise TooManyStages(
             f"{constraints.count} stages on {constraints.ranks} ranks, but the program has only "
             f"{units} clusters to cut between"
         )
+    layouts = [layout_of(account, constraints, *pair) for pair in pairs]
     # Even loads may put what saves most on one rank: then room comes before speed.
-    if all(layout.shortage > 0 for layout in layouts.values()) and not constraints.cuts:
-        for cutter in cutters:
-            start, placement = Loads(cutter).even(), tuple(cutter.stage_ranks)
-            if start is not None:
-                cut = stages_from(cutter.roomiest(start), units)
-                layouts[cut, placement] = layout_of(account, constraints, cut, placement)
-    return list(layouts.values())
+    if all(layout.shortage > 0 for layout in layouts) and not constraints.cuts:
+        more = [pair for pair in _placed(cutters, _roomiest) if pair not in pairs]
+        layouts += [layout_of(account, constraints, *pair) for pair in more]
+    return layouts
+
+
+def _placed(
+    cutters: Iterable[Cutter], cuts_of: Callable[[Cutter], Iterable[tuple[int, ...]]]
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The cuts of cutters with the ranks of their stages, each once."""
+    pairs = ((cut, tuple(cutter.stage_ranks)) for cutter in cutters for cut in cuts_of(cutter))
+    return list(dict.fromkeys(pairs))
+
+
+def _roomiest(cutter: Cutter) -> Iterator[tuple[int, ...]]:
+    """The cut whose worst rank needs the least memory."""
+    start = Loads(cutter).even()
+    if start is not None:
+        yield stages_from(cutter.roomiest(start), cutter.account.work.units)
 
 
 def layout_of(

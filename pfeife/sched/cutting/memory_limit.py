@@ -51,6 +51,14 @@ def curves_of(
     return memory_curves(ranks, schedule, optimizer=optimizer, apart=apart)
 
 
+# Each plan is counted twice: by the sums with which it was made, and by the account of every byte.
+# What to do next goes by what they say of the limit:
+#
+#     the planner         the account    next
+#     has a plan          fits           it; a first one near the limit may get a faster one
+#     has a plan          is over        again, with what the sums have left out
+#     sees no room        -              once more, with what it lacks as if it were there
+#     sees none again     -              the refusal, with the best plan so far
 def kept_within(
     limit: float,
     limited_by: str,
@@ -71,14 +79,6 @@ def kept_within(
     that it lacks. Where the sums say too much, a first plan that they kept back is made once more.
     Raises OutOfMemory with what the best plan needs, if it is too much after all.
     """
-    # Each plan is counted twice: by the sums with which it was made, and by the account of every
-    # byte. What to do next goes by what they say of the limit:
-    #
-    #     the planner         the account    next
-    #     has a plan          fits           it; a first one near the limit may get a faster one
-    #     has a plan          is over        again, with what the sums have left out
-    #     sees no room        -              once more, with what it lacks as if it were there
-    #     sees none again     -              the refusal, with the best plan so far
     reserved_on = dict(enumerate(reserved))
     left_out = tuple(omitted + reserved_on.get(rank, 0) for rank, omitted in enumerate(left_out))
     refused: OutOfMemory | None = None

@@ -134,11 +134,7 @@ class Timing:
         self.level = [0.0] * size
         for order in self.sequences:
             self._relink(order, 0, len(order))
-        # Operations of no seconds start together: those of one rank in their order. An operation
-        # of another rank may wait for one of no seconds only over a transfer or a later stage.
-        starts = starts_of(shop, orders)
-        assert starts is not None
-        near = sorted(sorted(present), key=lambda o: (starts[o], self.position[o]))
+        near = _in_time(shop, orders, self.position)
         self.topological = _topological(self.before, self.sources, near)
         self.rank_in = [0] * size  # its place in that order
         for index, operation in enumerate(self.topological):
@@ -342,6 +338,16 @@ def _then(shop: JobShop, operation: int) -> tuple[int, ...]:
     followers += [operation + 1] if k + 1 < m else []
     followers += [operation + count * m] if token < 2 * count else []
     return tuple(followers)
+
+
+def _in_time(shop: JobShop, orders: Orders, position: Sequence[int]) -> list[int]:
+    """All operations by the time at which they start."""
+    starts = starts_of(shop, orders)
+    assert starts is not None
+    # Operations of no seconds start together: those of one rank in their order. An operation of
+    # another rank may wait for one of no seconds only over a transfer or a later stage.
+    present = sorted(o for order in orders for o in order)
+    return sorted(present, key=lambda o: (starts[o], position[o]))
 
 
 def _topological(before: Sequence[int], sources: _Links, candidates: Sequence[int]) -> list[int]:
