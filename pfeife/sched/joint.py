@@ -58,10 +58,12 @@ class Effort:
             self, seconds=seconds and seconds / parts, work=work and max(1, work // parts)
         )
 
-    def budget(self) -> Budget:
-        """Raises ValueError for numbers that make no sense."""
+    def budget(self, progress: Progress | None = None, watched: Watched | None = None) -> Budget:
+        """A budget that tells of its seconds and of the schedules that are timed. Raises ValueError
+        for numbers that make no sense."""
         default = SEARCH_SECONDS if self.work is None else None
-        return Budget.of(default if self.seconds is None else self.seconds, self.work)
+        budget = Budget.of(default if self.seconds is None else self.seconds, self.work)
+        return attrs.evolve(budget, tick=_ticks(budget, progress), seen=_telling(watched))
 
 
 def search_plan(
@@ -84,19 +86,15 @@ def search_plan(
     too. Raises OutOfMemory if nothing fits into the memory, with the figures of what comes nearest.
     What `after` says that a step takes beyond its schedule counts where candidates are ranked, and
     is not in the plan's seconds."""
-    budget = effort.budget()
-    budget.tick, budget.seen = _ticks(budget, progress), _telling(watched)
-    duplicated = account.work.duplicated
-    plan = search_workload(
+    return search_workload(
         account,
         constraints,
-        budget,
+        effort.budget(progress, watched),
         seed=effort.seed,
         jobs=effort.jobs,
-        options=lambda: _options(program, constraints.machine, duplicated),
+        options=lambda: _options(program, constraints.machine, account.work.duplicated),
         after=after,
     )
-    return attrs.evolve(plan, duplicated=duplicated)
 
 
 def _ticks(budget: Budget, progress: Progress | None) -> Callable[[], None]:
@@ -170,6 +168,7 @@ def search_workload(
     return Plan(
         layout.stage_of,
         schedule,
+        account.work.duplicated,
         stage_seconds=tuple(stage.seconds for stage in layout.problem.stages),
         step_seconds=seconds,
         # rounding may put a bound just above the step that reaches it

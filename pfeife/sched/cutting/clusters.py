@@ -1,7 +1,7 @@
 """A workload as cuts see it: seconds of clusters and stages, and what crosses borders."""
 
-from collections.abc import Callable, Sequence
-from functools import cache, cached_property
+from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate
 
 import attrs
@@ -69,37 +69,35 @@ class StageTimes:
 
     def of(self, stage: int) -> np.ndarray:
         """Of a stage between every two edges, endless unless the second comes after the first."""
-        last = stage + 1 == len(self.stage_ranks)
-        ends = (self.borders[stage], None if last else self.borders[stage + 1])
-        rank = self.stage_ranks[stage]
-        return self._seconds(rank if rank in self.work.elsewhere else 0, *ends)
+        return self._by_stage[stage]
 
     def messages(self, stage: int) -> np.ndarray:
         """Of the messages over a stage's first border, both ways, by the edge where it is."""
-        return self._taken(self.borders[stage]).both
+        return self._taken[self.borders[stage]].both
 
     @cached_property
-    def _clusters(self) -> Clusters:
-        return clusters_of(self.work)
+    def _by_stage(self) -> list[np.ndarray]:
+        # Equal links are one border (see `borders_of`), so stages alike are summed up once.
+        ranks = (rank if rank in self.work.elsewhere else 0 for rank in self.stage_ranks)
+        keys = list(zip(ranks, self.borders, (*self.borders[1:], None), strict=True))
+        seconds = {key: self._between(*key) for key in dict.fromkeys(keys)}
+        return [seconds[key] for key in keys]
 
-    # Equal links are one border (see `borders_of`), so stages alike are summed up once.
     @cached_property
-    def _seconds(self) -> Callable[[int, Border | None, Border | None], np.ndarray]:
-        return cache(self._between)
-
-    @cached_property
-    def _taken(self) -> Callable[[Border | None], _Taken]:
-        return cache(self._of_messages)
+    def _taken(self) -> dict[Border | None, _Taken]:
+        clusters = clusters_of(self.work)
+        borders = dict.fromkeys((None, *self.borders))
+        return {border: self._of_messages(border, clusters) for border in borders}
 
     def _between(self, rank: int, first: Border | None, second: Border | None) -> np.ndarray:
         seconds = clusters_of(self.work, rank).seconds
         time = np.array([0.0, *accumulate(seconds)])[list(self.edges)]
-        taken = self._taken(first)
-        needed = between(time) + (taken.after[:, None] + self._taken(second).before)
+        taken = self._taken[first]
+        needed = between(time) + (taken.after[:, None] + self._taken[second].before)
         return np.maximum(needed, taken.arriving[:, None])
 
-    def _of_messages(self, border: Border | None) -> _Taken:
-        inner, clusters = range(1, self.work.units), self._clusters
+    def _of_messages(self, border: Border | None, clusters: Clusters) -> _Taken:
+        inner = range(1, self.work.units)
         rows = []
         for at in self.edges:
             if border is None or at not in inner:

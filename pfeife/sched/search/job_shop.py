@@ -247,7 +247,7 @@ def _latest(
     """When every operation must start at the latest for the step to end when it does."""
     m = shop.microbatches
     late = [length_of(shop, starts, orders)] * (len(starts) + 1)
-    following = _neighbours(orders, len(starts), 1)
+    following = _next(orders, len(starts))
     for operation in reversed(sequence):
         token, k = divmod(operation, m)
         limit = late[following[operation]]
@@ -257,16 +257,13 @@ def _latest(
     return late
 
 
-def _neighbours(orders: Orders, none: int, step: int) -> list[int]:
-    """What comes right behind (or, for -1, before) every operation on its rank, else `none`."""
-    neighbours = [none] * (none + 1)
+def _next(orders: Orders, none: int) -> list[int]:
+    """What comes right behind every operation in its order, else `none`."""
+    following = [none] * (none + 1)
     for order in orders:
-        for a, b in pairwise(order):
-            if step > 0:
-                neighbours[a] = b
-            else:
-                neighbours[b] = a
-    return neighbours
+        for operation, behind in pairwise(order):
+            following[operation] = behind
+    return following
 
 
 def _merged(shop: JobShop, orders: Orders) -> set[int]:
@@ -281,7 +278,7 @@ def _merged(shop: JobShop, orders: Orders) -> set[int]:
     # so the times are made anew on the way.
     late = _latest(shop, orders, *timed)
     none = len(timed[0])
-    following, before = _neighbours(orders, none, 1), _neighbours(orders, none, -1)
+    following, before = _next(orders, none), _next([order[::-1] for order in orders], none)
     sent = [0.0] * (none + 1)  # when its result leaves
     free = [0.0] * (none + 1)  # when its rank is free
     merged: set[int] = set()
