@@ -8,10 +8,14 @@ import attrs
 from pfeife.data.link import Link, LinkKind
 from pfeife.data.machine import Machine
 from pfeife.data.network import Network
+from pfeife.lowering.envelope import Travel
 
 Joint = Machine | Link | LinkKind  # all tell the seconds of a message
 Machines = Machine | tuple[Machine, ...]  # one for all ranks, or one a rank
 _LARGE = 2**24  # bytes of a message by which machines' links are compared
+
+
+NO_TRAVEL = Travel(0.0, 0.0, 0.0)
 
 
 @attrs.frozen(eq=False)

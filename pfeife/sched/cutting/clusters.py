@@ -8,7 +8,8 @@ import attrs
 import numpy as np
 
 from pfeife.ir.parts import Kind
-from pfeife.sched.cutting.border_links import Border
+from pfeife.lowering.envelope import travel
+from pfeife.sched.cutting.border_links import NO_TRAVEL, Border
 from pfeife.sched.cutting.borders import between
 from pfeife.sched.cutting.workload import Workload
 
@@ -100,14 +101,18 @@ class StageTimes:
         inner = range(1, self.work.units)
         rows = []
         for at in self.edges:
-            if border is None or at not in inner:
-                rows.append((0.0,) * 4)
-                continue
-            ahead, back, sizes = border.ahead, border.back, (clusters.ahead[at], clusters.back[at])
-            there = ahead.transfer_seconds(sizes[0])
-            here = back.transfer_seconds(sizes[1]) if sizes[1] else 0.0
-            answer = (back.receive_seconds(sizes[1]), back.send_seconds(sizes[1]))
-            before = ahead.send_seconds(sizes[0]) + (answer[0] if sizes[1] else 0.0)
-            after = ahead.receive_seconds(sizes[0]) + (answer[1] if sizes[1] else 0.0)
-            rows.append((before, after, max(there, here), there + here))
+            there = here = NO_TRAVEL
+            if border is not None and at in inner:
+                # Ahead a message's latency counts even where nothing goes: too much, but the cut's
+                # step, which decides in the end, is without it (see `best_cut`).
+                there = travel([clusters.ahead[at]], border.ahead)
+                here = travel([back], border.back) if (back := clusters.back[at]) else NO_TRAVEL
+            rows.append(
+                (
+                    there.sending + here.receiving,
+                    there.receiving + here.sending,
+                    max(there.arriving, here.arriving),
+                    there.arriving + here.arriving,
+                )
+            )
         return _Taken(*np.array(rows).T)

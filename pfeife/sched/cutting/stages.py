@@ -10,7 +10,7 @@ from pfeife.ir.parts import Kind
 from pfeife.lowering.envelope import Travel, travel
 from pfeife.lowering.problem import Edge, Problem, StageCosts, peak_memory
 from pfeife.sched.cutting.account import NO_RELIEF, Account, Relief, units_of
-from pfeife.sched.cutting.border_links import Machines, joint
+from pfeife.sched.cutting.border_links import NO_TRAVEL, Machines, joint
 from pfeife.sched.cutting.constraints import Constraints
 from pfeife.sched.cutting.workload import Workload
 
@@ -35,7 +35,7 @@ def stage_problem(
         sizes = sent.get((source, destination, forward))
         ends = (stage_ranks[source], stage_ranks[destination])
         if not sizes or ends[0] == ends[1]:
-            return _NO_TRAVEL
+            return NO_TRAVEL
         # An edge has the name of its forward direction: its gradients go over the link the other
         # way.
         link = joint(machine, network, *(ends if forward else ends[::-1]))
@@ -76,9 +76,6 @@ def problem_of(
         relief=relief,
         busy=busy,
     )
-
-
-_NO_TRAVEL = Travel(0.0, 0.0, 0.0)
 
 
 def _busy(
