@@ -112,10 +112,9 @@ def plan(
     torch.optim, or bytes for each element of a parameter, master weights among them),
     activations and buffers; with `replicas` pipelines (or `Replicas`, which say what becomes of
     their gradients, and what each is given of the batch), what they reduce and what the worst of
-    them keeps. A search whose plan needs
-    too much is made again, a quarter as long: most often once (see `kept_within`). Raises
-    ValueError if the constraints contradict each other or the program, or no plan was found within
-    the limit, with what the worst rank of the best one needs.
+    them keeps. A search whose plan needs too much is made again, a quarter as long: most often once
+    (see `kept_within`). Raises ValueError if the constraints contradict each other or the program,
+    or no plan was found within the limit, with what the worst rank of the best one needs.
 
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     >>> flat = pfeife.capture(lambda x: net(x).square().mean(), torch.ones(2, 4))
@@ -151,8 +150,7 @@ def plan(
         schedule, recompute = "1f1b", "auto"
     replication = replicas_of(replicas)
     check_cut_at(cut_at)
-    account = _account(program, constraints, owners or (), replication.shards, cut_at)
-    account = Account(on_machines(account.work, program, machines))
+    account = _account(program, constraints, machines, owners or (), replication.shards, cut_at)
     # Machines of one name are alike: each kind warns once.
     for rank_machine in {rank_machine.name: rank_machine for rank_machine in machines}.values():
         for assumed in assumed_rates(program, rank_machine):
@@ -173,13 +171,7 @@ def plan(
             owners=owners,
             more=passes,
         ),
-        search=partial(
-            search_plan,
-            program,
-            progress=progress,
-            watched=watched,
-            after=reductions,
-        ),
+        search=partial(search_plan, program, progress=progress, watched=watched, after=reductions),
         effort=Effort(search_seconds, search_work, seed, jobs),
         limits=limits,
     )
@@ -239,15 +231,16 @@ def _batch_bytes(program: Program, microbatches: int, replicas: Replicas) -> int
 def _account(
     program: Program,
     constraints: Constraints,
+    machines: Sequence[Machine],
     owned: Collection[str],
     shards: int,
     cut_at: CutAt,
 ) -> Account:
-    """The sums of a program, whose cuts are where it was said; what is `owned` on some ranks is
-    read there alone."""
+    """The sums of a program on machines, whose cuts are where it was said; what is `owned` on some
+    ranks is read there alone."""
     duplicated = cheap_to_recompute(program, constraints.machine, owned)
     work = workload_of(program, duplicated, constraints.optimizer, shards)
     if constraints.cuts is None:
         closed = closed_borders(program, clusters_of(work), cut_at, constraints.count)
         work = attrs.evolve(work, blocked=work.blocked | closed)
-    return Account(work)
+    return Account(on_machines(work, program, machines))
