@@ -8,7 +8,7 @@ from reprlib import repr as short
 
 from pfeife.ir.program import Program
 from pfeife.sched.cutting.clusters import Clusters
-from pfeife.sched.cutting.cuts import forward_units
+from pfeife.sched.cutting.cuts import forward_units, is_within
 from pfeife.sched.cutting.partitions import module_stack
 
 # "anywhere", "blocks", or the modules at whose borders there may be cuts, by their paths.
@@ -60,7 +60,9 @@ def _repeated(stacks: Iterable[Sequence[tuple[str, str]]]) -> tuple[str, ...]:
     alike = Counter((_parent(p), k, frozenset(inner)) for (p, k), inner in inside.items())
     repeated = {(parent, kind) for (parent, kind, _), count in alike.items() if count > 1}
     paths = [path for path, kind in inside if (_parent(path), kind) in repeated]
-    return tuple(path for path in paths if not _within(path.rpartition(".")[0], paths))
+    # Blocks are apart: of those within others the outer ones stand for all.
+    inner = {path for path in paths for block in paths if is_within(_parent(path), block)}
+    return tuple(path for path in paths if path not in inner)
 
 
 def closed_borders(
@@ -131,7 +133,3 @@ def _check_modules(
 
 def _parent(path: str) -> str:
     return path.rpartition(".")[0]
-
-
-def _within(path: str, modules: Collection[str]) -> bool:
-    return any(f"{path}.".startswith(f"{module}.") for module in modules)

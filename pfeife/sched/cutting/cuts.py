@@ -9,6 +9,7 @@ from pfeife.ir.nodes import is_number, source_line
 from pfeife.ir.outline import inline
 from pfeife.ir.parts import Kind
 from pfeife.ir.program import Program
+from pfeife.passes.fuse import module_path
 from pfeife.sched.cutting.borders import stages_from
 
 
@@ -34,7 +35,7 @@ def split_at(program: Program, points: Mapping[str, str]) -> tuple[int, ...]:
     forward = [node for node in unit_of if not is_number(node)]
     starts = set()
     for path, side in points.items():
-        inside = [i for i, node in enumerate(forward) if _inside(node, path)]
+        inside = [i for i, node in enumerate(forward) if is_within(module_path(node), path)]
         if not inside:
             raise ValueError(f"split at {path}: no module of that name computes anything")
         position = inside[0] if side == "begin" else inside[-1] + 1
@@ -57,6 +58,6 @@ def forward_units(program: Program) -> dict[fx.Node, int]:
     return {node: call.unit for node, call in calls.items() if call.kind == Kind.FORWARD}
 
 
-def _inside(node: fx.Node, path: str) -> bool:
-    here = str(node.meta.get("module_path") or "")
-    return here == path or here.startswith(f"{path}.")
+def is_within(path: str, module: str) -> bool:
+    """Whether a path is that of a module, or of one inside of it."""
+    return f"{path}.".startswith(f"{module}.")

@@ -12,7 +12,8 @@ from pfeife.data.timeline import MemoryCurve
 from pfeife.ir.parts import Kind
 from pfeife.ir.program import Program
 from pfeife.passes import join_backward, partition
-from pfeife.sched.cutting.cuts import forward_units
+from pfeife.passes.fuse import module_path
+from pfeife.sched.cutting.cuts import forward_units, is_within
 from pfeife.sched.cutting.recompute_choice import choose_recompute, recompute_options
 from pfeife.sched.cutting.recompute_greedy import relieved, with_blocks
 
@@ -79,7 +80,7 @@ def check_policy(how: RecomputePolicy | None) -> None:
 
 def _forwards(program: Program) -> dict[fx.Node, str]:
     """The forward's operations, with the paths of their modules."""
-    return {node: str(node.meta.get("module_path") or "") for node in forward_units(program)}
+    return {node: module_path(node) for node in forward_units(program)}
 
 
 # As short as can be: of blocks within blocks the outer one.
@@ -108,7 +109,7 @@ def _inside(forwards: dict[fx.Node, str], modules: Iterable[str]) -> set[str]:
     """The names of what modules compute for themselves; what they hand on is kept."""
     names: set[str] = set()
     for module in modules:
-        members = {n for n, path in forwards.items() if f"{path}.".startswith(f"{module}.")}
+        members = {n for n, path in forwards.items() if is_within(path, module)}
         if not members:
             paths = sorted({path for path in forwards.values() if path})
             raise ValueError(
