@@ -94,8 +94,7 @@ class Search:
     @property
     def best(self) -> float:
         """Seconds of the shortest candidate so far, endless without any."""
-        candidates = self.pool.of()
-        return candidates[0].seconds if candidates else math.inf
+        return self.pool.best
 
     def run(self, work: int, *, budget: Budget | None = None, annealing: bool = True) -> None:
         """Goes on for so many operations, less if the bound is reached or the clock of the budget
