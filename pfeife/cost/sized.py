@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from pfeife.compilers.piece import inputs
 from pfeife.cost.body import Body, rounded
 from pfeife.ir.nodes import node_bytes, returned, value_of
 from pfeife.ir.parts import Call, Kind, Role
@@ -135,8 +136,7 @@ class SizedBody:
     def __init__(self, ledger: Ledger, wiring: Wiring, call: Call):
         body = wiring.program.body(call)
         account = Body.of(body, ledger.rounding)
-        nodes = [node for node in body.graph.nodes if node.op == "placeholder"]
-        place = {node: i for i, node in enumerate(nodes)}
+        place = {node: i for i, node in enumerate(inputs(body))}
         owners = list(dict.fromkeys(account.results))
         self.ledger, self.peak = ledger, account.peak + call.inside_bytes
         self.owners = [(place.get(owner), account.sizes.get(owner, 0)) for owner in owners]
