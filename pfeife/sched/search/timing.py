@@ -200,11 +200,9 @@ class Timing:
         `before_it` are places outside that have other neighbours than before.
         """
         # A move of what stands at first..last changes heads from there on and tails before it:
-        #
         #     topological order   . . . . [first ... last] . . . . .
         #     tails  <----------- as far as they change |
         #     heads                | as far as they change ----------->
-        #
         # What does not change ends a way early: most moves change few others.
         there, back = self._ways
         order = self.topological
