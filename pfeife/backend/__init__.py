@@ -11,10 +11,11 @@ of a step, `reporting` shows what did.
 
 import sys
 from types import ModuleType
-from typing import Unpack
+from typing import Any
 
 from pfeife.backend.entry import Backend, backend, entry
-from pfeife.backend.settings.options_typed import Asked
+from pfeife.backend.settings.options import Options
+from pfeife.backend.settings.options_typed import with_more_options
 
 __all__ = ["Backend", "backend", "entry"]
 
@@ -22,7 +23,8 @@ __all__ = ["Backend", "backend", "entry"]
 class _Callable(ModuleType):
     """`pfeife.backend` is this folder and, as ever, a function: `pfeife.backend(**options)`."""
 
-    def __call__(self, **options: Unpack[Asked]) -> Backend:
+    @with_more_options(Options)
+    def __call__(self, **options: Any) -> Backend:
         return backend(**options)
 
 

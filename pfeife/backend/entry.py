@@ -1,7 +1,7 @@
 """torch.compile's entry: from Dynamo's graph to a pipelined step that autograd can use."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any
 
 from torch import fx
 from torch.utils.weak import WeakIdKeyDictionary
@@ -12,7 +12,7 @@ from pfeife.backend.graph_break_steps import PieceSteps
 from pfeife.backend.graph_breaks import Piece
 from pfeife.backend.graphs import BatchedGraph
 from pfeife.backend.settings.options import Options, options_from
-from pfeife.backend.settings.options_typed import Asked
+from pfeife.backend.settings.options_typed import with_options
 from pfeife.backend.step_modules import hooks_of
 from pfeife.backend.steps import Steps
 from pfeife.frontend.arguments import text_of
@@ -63,6 +63,11 @@ class Backend(Context):
             raise ValueError(
                 'option batch="rank0": Dynamo calls this backend with the arguments of its own '
                 "rank; use pfeife.compile(step, ...), which asks rank 0 for them first"
+            )
+        if self.options.in_dims != 0:
+            raise ValueError(
+                f"option in_dims={self.options.in_dims}: it is one of pfeife.compile, which cuts "
+                "the batch by itself; say where it is with torch._dynamo.mark_dynamic"
             )
         if self.options.param_dtype is not None:
             raise ValueError(
@@ -125,8 +130,9 @@ def _raising(error: Exception) -> Callable[..., Any]:
     return refuse
 
 
-def backend(**options: Unpack[Asked]) -> Backend:
-    """A backend for torch.compile or torch.compiler.set_default_backend; see `Options`.
+@with_options(Options)
+def backend(**options: Any) -> Backend:
+    """A backend for torch.compile or torch.compiler.set_default_backend.
 
     Raises ValueError for an unknown option or a wrong value.
     """

@@ -117,10 +117,10 @@ def explain(
     """
     if entry not in ("pfeife.compile", "torch.compile"):
         raise ValueError(f'entry={entry!r}: must be "pfeife.compile" or "torch.compile"')
-    asked = backend(**(options or {})).options
+    asked = backend(**{"in_dims": in_dims, **(options or {})}).options
     own = attrs.evolve(asked, compiler="aot_eager", cuda_graphs=False, runtime=None, progress=False)
     if entry == "pfeife.compile":
-        found = _by_doors(step, in_dims, own, batch, kwargs)
+        found = _by_doors(step, own, batch, kwargs)
         if found.door == "dynamo" or "dynamo" not in found.refused:
             return found
     else:
@@ -146,7 +146,6 @@ def _silent() -> Shown:
 
 def _by_doors(
     step: Callable[..., Any],
-    in_dims: Any,
     options: Options,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -160,7 +159,7 @@ def _by_doors(
     def seen() -> None:
         guards.append(tuple(Assumption(*guard) for guard in _torch.guards()))
 
-    compiled = CompiledStep(step, in_dims, Backend(options), build, runs=False, seen=seen)
+    compiled = CompiledStep(step, options.in_dims, Backend(options), build, runs=False, seen=seen)
     error: Exception | None
     at: str = "batch"
     try:

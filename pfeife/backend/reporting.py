@@ -85,9 +85,7 @@ def _short(name: str) -> str:
 
 def _command(name: str, backend: Context) -> str:
     """How a step was compiled: with which options, where they are not those that hold anyway."""
-    usual = type(backend.options)().texts
-    texts = backend.options.texts.items()
-    options = [f"{option}={text[:80]}" for option, text in texts if text != usual[option]]
+    options = [text[:100] for text in backend.options.changed]
     return f"pfeife.compile({', '.join([_short(name), *options])})"
 
 

@@ -5,7 +5,7 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Unpack
+from typing import Any, Literal
 
 import attrs
 import torch
@@ -17,10 +17,10 @@ from pfeife.backend.doors.by_trace import TraceDoor
 from pfeife.backend.doors.doorway import Doorway
 from pfeife.backend.doors.invocation import Invocation
 from pfeife.backend.entry import Backend, backend
-from pfeife.backend.pipelined import P, PipelinedStep, R
+from pfeife.backend.pipelined import P, PipelinedStep, R, compiles
 from pfeife.backend.settings.declared import mark_declared
-from pfeife.backend.settings.options import Capture, Options
-from pfeife.backend.settings.options_typed import Asked
+from pfeife.backend.settings.option_table import Capture
+from pfeife.backend.settings.options import Options
 from pfeife.backend.state.values import with_values
 from pfeife.backend.step_modules import modules_of, numbers_in, wrong_norms
 from pfeife.backend.steps import Steps
@@ -38,19 +38,17 @@ log = logging.getLogger("pfeife")
 Onwards = Callable[[Steps, Sequence[Any], Options, Sent | None], list[torch.Tensor]]
 
 
-def compile(
-    step: Callable[P, R], *, in_dims: Any = 0, **options: Unpack[Asked]
-) -> PipelinedStep[P, R]:
+@compiles(Options)
+def compile(step: Callable[P, R], **options: Any) -> PipelinedStep[P, R]:
     """A step that runs as a pipeline: torch.compile with this backend, for a loop as it is.
 
-    `in_dims` says where the batch is in the arguments: as in torch.vmap for the positional ones
-    (a number, None for nowhere, or a nested structure of them), or by name, `{"table": None}`;
-    what is not said is cut along dimension 0. Every tensor that is cut has as many rows as the
-    others, or a multiple where `in_dims` is given. The step is captured as one graph on the first
-    microbatch of a call; a call compiles again when shapes, numbers or modes have changed.
+    Every tensor that is cut has as many rows as the others, or a multiple where `in_dims` is given.
+    The step is captured as one graph on the first microbatch of a call; a call compiles again when
+    shapes, numbers or modes have changed.
 
-    The result's `backend` attribute has what was compiled. Raises ValueError for wrong options,
-    and at a call for what cannot be cut or captured.
+    The result's `backend` attribute has its `Options` and what was compiled. Raises ValueError for
+    wrong options, and at a call for what cannot be cut or captured. What the options mean:
+    `help(pfeife.compile)`, and docs/options.md by topics.
 
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     >>> step = pfeife.compile(lambda x: net(x).square().mean(), microbatches=2, stages=2)
@@ -66,8 +64,8 @@ def compile(
     if any(is_one(function_of(step)) for is_one in kinds):
         name = function_of(step).__qualname__
         raise ValueError(f"{name} is a generator or async: a step returns its results")
-    compiled = CompiledStep(step, in_dims, backend(**options))
-    return PipelinedStep(step, compiled, compiled.backend)
+    compiler = backend(**options)
+    return PipelinedStep(step, CompiledStep(step, compiler.options.in_dims, compiler), compiler)
 
 
 class CompiledStep:

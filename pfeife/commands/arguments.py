@@ -2,10 +2,13 @@
 share."""
 
 import argparse
+import ast
+import functools
 import json
 import re
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 PRECISIONS = {  # the type that is computed in, and the one that the optimizer steps, if wider
     "fp32": ("float32", None),
@@ -141,18 +144,107 @@ def step_arguments(parser: argparse.ArgumentParser, *, lists: bool = False) -> N
     cache.add_argument("--no-cache", action="store_true", help="capture anew and keep nothing")
 
 
+class Flag(NamedTuple):
+    """A flag of commands that plan: how its text is read, and which option of the table it is. That
+    says what it means, unless the flag has words of its own."""
+
+    name: str
+    parse: Callable[[str], Any] = str
+    metavar: str | None = None
+    default: Any = None
+    option: str = ""
+    help: str = ""
+    required: bool = False
+    several: bool = True  # whether it may be a list with commas
+
+    def add(self, group: argparse._ArgumentGroup, lists: bool) -> None:
+        """Adds the flag to a parser's group."""
+        reading = _one_or_more(lists and self.several, self.parse, self.metavar, self.default)
+        text = self.help or meanings()[self.option or self.name.replace("-", "_")]
+        group.add_argument(f"--{self.name}", **reading, required=self.required, help=text)
+
+
+RANKS = Flag("ranks", count, help="of all replicas", required=True)
+MACHINES = [
+    Flag(
+        "machine",
+        metavar="NAME",
+        default="h100-sxm",
+        help="a shipped one (`pfeife machines` lists them), or the path of its JSON; h100-sxm "
+        "unless given",
+    ),
+    Flag("nodes", count, default=1, help="of equal size; ranks are neighbours in them"),
+    Flag(
+        "inside",
+        metavar="LINK",
+        help="what joins the ranks of a node: nvlink4, or figures such as 25GB/s,20us",
+    ),
+    Flag("between", metavar="LINK", help="what joins the nodes: ib-ndr, or figures"),
+    Flag("network", metavar="FILE", help="what `pfeife bench-network` has measured", several=False),
+    Flag("memory", bytes_of, "BYTES", option="memory_limit"),
+]
+MICROBATCHES = Flag("microbatches", count, required=True)
+PLAN = [  # what is divided, and what the planner may decide
+    Flag("replicas", count, default=1),
+    Flag("stages", count),
+    Flag(
+        "schedule",
+        metavar="NAME",
+        default="1f1b",
+        help="a family (1f1b, gpipe, zb-h1, ...), search, or the CSV of a schedule",
+    ),
+    Flag(
+        "cut-at",
+        one_of("anywhere", "blocks"),
+        "WHERE",
+        "anywhere",
+        help="where stages may end, anywhere or blocks: only between those of the model",
+    ),
+    Flag("search-seconds", seconds, several=False, help="of a search; 20 unless given"),
+    Flag(
+        "recompute",
+        metavar="WHAT",
+        help="never, always, except_last, auto (what memory asks for), or a number",
+    ),
+    Flag(
+        "optimizer",
+        metavar="NAME",
+        help="whose state counts: AdamW, SGD, ... or bytes for each parameter",
+    ),
+    Flag(
+        "data-parallel",
+        one_of("average", "shard"),
+        "HOW",
+        "average",
+        help="what replicas do with gradients, average or shard: each owns a part of the "
+        "optimizer's state",
+    ),
+]
+
+
 def plan_arguments(
     parser: argparse.ArgumentParser, *, lists: bool = False, sized: bool = True
 ) -> None:
     """Those that say how it is to run; with commas between several, where `lists` are taken;
     with how many ranks and microbatches, unless these are asked for otherwise."""
     machines = parser.add_argument_group("the machines")
-    how = parser.add_argument_group("the plan")
-    if sized:
-        _size_arguments(machines, how, lists)
-    _machine_arguments(machines, lists)
-    _division_arguments(how, lists)
-    _decision_arguments(how, lists)
+    plan = parser.add_argument_group("the plan")
+    for group, size, flags in ((machines, RANKS, MACHINES), (plan, MICROBATCHES, PLAN)):
+        for flag in [size] * sized + flags:
+            flag.add(group, lists)
+
+
+@functools.cache
+def meanings() -> dict[str, str]:
+    """What options mean, in a sentence each: of the table of options, which is read and not
+    imported, since torch would come with it and take seconds."""
+    table = Path(__file__).parent.parent / "backend" / "settings" / "option_table.py"
+    nodes = ast.parse(table.read_text()).body
+    texts = [ast.get_docstring(node) or "" for node in nodes if isinstance(node, ast.ClassDef)]
+    rows = re.findall(r"^(\w+): (.*(?:\n    .*)*)", "\n".join(texts), re.MULTILINE)
+    sentences = {name: " ".join(text.split()).split(". ")[0].rstrip(".") for name, text in rows}
+    # As other flags have it; and "%" is a format for argparse.
+    return {n: (text[0].lower() + text[1:]).replace("%", "%%") for n, text in sentences.items()}
 
 
 def _one_or_more(
@@ -161,94 +253,8 @@ def _one_or_more(
     """How an argument is read: a value, or several with commas between them."""
     if not lists:
         return {"metavar": name, "type": parse, "default": default}
-    several_of = None if default is None else (default,)
-    return {"metavar": "A,B,...", "type": several(parse), "default": several_of}
-
-
-def _size_arguments(
-    machines: argparse._ArgumentGroup, how: argparse._ArgumentGroup, lists: bool
-) -> None:
-    """Of what there must be a number."""
-    machines.add_argument(
-        "--ranks", **_one_or_more(lists, count), required=True, help="of all replicas"
-    )
-    how.add_argument(
-        "--microbatches",
-        **_one_or_more(lists, count),
-        required=True,
-        help="into how many parts the batch of all replicas is cut",
-    )
-
-
-def _machine_arguments(where: argparse._ArgumentGroup, lists: bool) -> None:
-    where.add_argument(
-        "--machine",
-        **_one_or_more(lists, str, "NAME", "h100-sxm"),
-        help="a shipped one (`pfeife machines` lists them), or the path of its JSON; h100-sxm "
-        "unless given",
-    )
-    where.add_argument(
-        "--nodes",
-        **_one_or_more(lists, count, default=1),
-        help="of equal size; ranks are neighbours in them",
-    )
-    where.add_argument(
-        "--inside",
-        **_one_or_more(lists, str, "LINK"),
-        help="what joins the ranks of a node: nvlink4, or figures such as 25GB/s,20us",
-    )
-    where.add_argument(
-        "--between",
-        **_one_or_more(lists, str, "LINK"),
-        help="what joins the nodes: ib-ndr, or figures",
-    )
-    where.add_argument("--network", metavar="FILE", help="what `pfeife bench-network` has measured")
-    where.add_argument(
-        "--memory", **_one_or_more(lists, bytes_of, "BYTES"), help="of a rank, such as 80GB"
-    )
-
-
-def _division_arguments(how: argparse._ArgumentGroup, lists: bool) -> None:
-    """What is divided: the batch, the ranks, the model, and in which order its parts run."""
-    how.add_argument(
-        "--replicas",
-        **_one_or_more(lists, count, default=1),
-        help="pipelines that share the batch; each has ranks / replicas ranks",
-    )
-    how.add_argument(
-        "--stages", **_one_or_more(lists, count), help="of a pipeline; one a rank unless given"
-    )
-    how.add_argument(
-        "--schedule",
-        **_one_or_more(lists, str, "NAME", "1f1b"),
-        help="a family (1f1b, gpipe, zb-h1, ...), search, or the CSV of a schedule",
-    )
-
-
-def _decision_arguments(how: argparse._ArgumentGroup, lists: bool) -> None:
-    """What the planner may decide, and what counts for it."""
-    how.add_argument(
-        "--cut-at",
-        **_one_or_more(lists, one_of("anywhere", "blocks"), "WHERE", "anywhere"),
-        help="where stages may end, anywhere or blocks: only between those of the model",
-    )
-    how.add_argument("--search-seconds", type=seconds, help="of a search; 20 unless given")
-    how.add_argument(
-        "--recompute",
-        **_one_or_more(lists, str, "WHAT"),
-        help="never, always, except_last, auto (what memory asks for), or a number",
-    )
-    how.add_argument(
-        "--optimizer",
-        **_one_or_more(lists, str, "NAME"),
-        help="whose state counts: AdamW, SGD, ... or bytes for each parameter",
-    )
-    how.add_argument(
-        "--data-parallel",
-        **_one_or_more(lists, one_of("average", "shard"), "HOW", "average"),
-        help="what replicas do with gradients, average or shard: each owns a part of the "
-        "optimizer's state",
-    )
+    each = None if default is None else (default,)
+    return {"metavar": "A,B,...", "type": several(parse), "default": each}
 
 
 def number_or_text(text: str | None) -> Any:

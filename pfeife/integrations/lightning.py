@@ -10,7 +10,7 @@ checkpoints and the model are those of one device.
 
 import os
 from collections.abc import Callable
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -24,7 +24,8 @@ from lightning.pytorch.plugins.precision import (
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torchmetrics import Metric
 
-from pfeife.backend.settings.options_typed import Asked
+from pfeife.backend.settings.options import Options
+from pfeife.backend.settings.options_typed import with_more_options
 from pfeife.integrations.logged_step import LoggedStep
 from pfeife.integrations.together import from_main, together
 from pfeife.runtime.distributed.process_group import join_world
@@ -45,7 +46,8 @@ class PipelineStrategy(SingleDeviceStrategy):
 
     strategy_name = "pfeife"
 
-    def __init__(self, **options: Unpack[Asked]):
+    @with_more_options(Options)
+    def __init__(self, **options: Any):
         super().__init__()
         self.options = options
         self.global_rank = int(os.environ.get("RANK", "0"))

@@ -8,11 +8,12 @@ The script is otherwise as it was, and runs in one process and under torchrun: t
 checkpoints and the model are those of one device, with one device's arguments.
 """
 
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pfeife.backend.settings.options_typed import Asked
+from pfeife.backend.settings.options import Options
+from pfeife.backend.settings.options_typed import with_more_options
 from pfeife.backend.state.full import full_state_dict
 from pfeife.backend.step import compile as pipeline
 from pfeife.integrations.accelerate import joined
@@ -24,7 +25,8 @@ else:
     Base = object
 
 
-def pipelined(trainer: type, **options: Unpack[Asked]) -> type:
+@with_more_options(Options)
+def pipelined(trainer: type, **options: Any) -> type:
     """A subclass of a Trainer class (Trainer, Seq2SeqTrainer, one of your own) whose steps run as
     pipelines; the options are those of `pfeife.compile`.
 
@@ -48,11 +50,11 @@ def pipelined(trainer: type, **options: Unpack[Asked]) -> type:
 class _Pipelined(Base):
     """What differs from a Trainer; stands before it, so that its `super()` is the Trainer."""
 
-    pfeife_options: Asked
+    pfeife_options: dict[str, Any]
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        options: Asked = {"loss": "loss", **self.pfeife_options}
+        options: dict[str, Any] = {"loss": "loss", **self.pfeife_options}
         self._training = pipeline(self._loss, **self.pfeife_options)
         self._evaluation = pipeline(self._loss_and_outputs, **options)
         self._prediction = pipeline(self._outputs, **self.pfeife_options)

@@ -3,6 +3,6 @@
 `builder` is what all builds with some options have in common, `build` makes a step that can run,
 which is `compiled`; read these first. `planning` asks the planner, `layout` which ranks are
 pipelines, `residence` has state of one process where it is used. `sync_batch_norm` refuses norms
-that join other processes, `unchanged` passes of the caller's that compute something else, and
+that join other processes, `own_passes` passes of the caller's that compute something else, and
 `artifacts` writes what was decided.
 """

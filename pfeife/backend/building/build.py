@@ -14,13 +14,13 @@ from pfeife import report
 from pfeife.backend.building.artifacts import Artifacts
 from pfeife.backend.building.builder import Builder
 from pfeife.backend.building.compiled import Compiled, worst_at
+from pfeife.backend.building.own_passes import check_unchanged, guarded
 from pfeife.backend.building.planning import Place, Planned, costs_of, planned, scheduling
 from pfeife.backend.building.residence import devices_of
 from pfeife.backend.building.sync_batch_norm import check_synced
-from pfeife.backend.building.unchanged import check_unchanged
 from pfeife.backend.graphs import Graph
 from pfeife.backend.settings.declared import declared_sizes, with_marks
-from pfeife.backend.settings.option_checks import boundaries, described, guarded
+from pfeife.backend.settings.option_checks import boundaries, described
 from pfeife.backend.settings.options import Options
 from pfeife.compilers import compile_bodies
 from pfeife.cost import default_machine, memory_curves

@@ -1,6 +1,7 @@
 """What may be asked of a compiled step.
 
-`options` has all of it, with checks; read it first. `options_typed` has the types for those who
-ask, `option_checks` checks decisions and functions that are options, `declared` has the sizes that
-a caller says will come.
+`option_table` has a row for each option; read it first. `options` is all of them for one step,
+`option_checks` what their rows check and convert by, `declared` the sizes that a caller says will
+come. `options_typed` is for functions that take options as keywords, `brief` for what `help()`
+shows of a class.
 """

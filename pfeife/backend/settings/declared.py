@@ -6,10 +6,10 @@ max_sizes={"tokens": {1: 512}}     tokens [rows, a] -> a = 512, the rows as capt
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import attrs
 import torch
 
 from pfeife import _torch
+from pfeife.backend.settings.option_checks import must_be
 from pfeife.frontend.batch import Leaf
 from pfeife.frontend.captured import Captured
 from pfeife.ir.parts import Port
@@ -18,19 +18,18 @@ from pfeife.ir.sizes import broken_limit, captured_sizes
 Sizes = Mapping[str, Mapping[int, int]]  # by the names of arguments and by dimensions
 
 
-def check_sizes(instance: object, attribute: attrs.Attribute, value: Any) -> None:
-    """A validator of options. Raises ValueError for what are no sizes."""
-    if not isinstance(value, Mapping) or not all(map(_are_sizes, value.values())):
-        raise ValueError(
-            f"option {attribute.name}={value!r}: must be sizes by the names of arguments and by "
-            'dimensions, such as {"tokens": {1: 512}}'
-        )
-
-
-def _are_sizes(dims: Any) -> bool:
-    if not isinstance(dims, Mapping):
+def _are_sizes(declared: Any) -> bool:
+    sizes: list[Any] = list(declared.values()) if isinstance(declared, Mapping) else [None]
+    if not all(isinstance(dims, Mapping) for dims in sizes):
         return False
-    return all(type(one) is int and one >= 0 for pair in dims.items() for one in pair)
+    numbers = [number for dims in sizes for pair in dims.items() for number in pair]
+    return all(type(number) is int and number >= 0 for number in numbers)
+
+
+check_sizes = must_be(
+    'sizes by the names of arguments and by dimensions, such as {"tokens": {1: 512}}',
+    when=_are_sizes,
+)
 
 
 def mark_declared(leaves: Iterable[Leaf], *declared: Sizes) -> None:
@@ -40,10 +39,10 @@ def mark_declared(leaves: Iterable[Leaf], *declared: Sizes) -> None:
     for name, dims in ((name, dims) for sizes in declared for name, dims in sizes.items()):
         tensor = tensors.get(name)
         if tensor is None or max(dims, default=0) >= tensor.dim():
-            known = {name: [*one.shape] for name, one in tensors.items()}
+            shapes = {name: [*tensor.shape] for name, tensor in tensors.items()}
             raise ValueError(
                 f"max_sizes and sizes_hint: {name} has no dimension {max(dims, default=0)} among "
-                f"the tensors of this call, whose microbatches are {known}"
+                f"the tensors of this call, whose microbatches are {shapes}"
             )
         _torch.mark_open(tensor, dims)
 
@@ -51,11 +50,11 @@ def mark_declared(leaves: Iterable[Leaf], *declared: Sizes) -> None:
 def with_marks(declared: Sizes, captured: Captured, args: Sequence[Any]) -> Sizes:
     """Declared sizes, and those that `mark_dynamic(max=)` has declared on the arguments of a
     call."""
-    found = dict(declared)
+    sizes = dict(declared)
     for port, value in zip(captured.ports, args, strict=True):
         if port is not None and isinstance(value, torch.Tensor):
-            found[port.fqn] = {**found.get(port.fqn, {}), **_torch.marked_most(value)}
-    return found
+            sizes[port.fqn] = {**sizes.get(port.fqn, {}), **_torch.marked_most(value)}
+    return sizes
 
 
 def declared_sizes(captured: Captured, declared: Sizes, count: int) -> dict[str, int]:
@@ -63,13 +62,14 @@ def declared_sizes(captured: Captured, declared: Sizes, count: int) -> dict[str,
     sizes, and else those of its capture. These alone if the program is for no such sizes."""
     program = captured.program
     before = captured_sizes(program)
-    found = dict(before)
+    sizes = dict(before)
     for port in program.inputs:
         for dim, size in declared.get(port.fqn, {}).items():
             name = _name(port, dim)
-            if name in found:
-                found[name] = size // count if dim == port.batch_dim else size
-    return before if broken_limit(program, found) else found
+            if name in sizes:
+                sizes[name] = size // count if dim == port.batch_dim else size
+    # What is declared may be beyond what the program holds for: then it is built for its capture.
+    return before if broken_limit(program, sizes) else sizes
 
 
 def _name(port: Port, dim: int) -> str:

@@ -1,28 +1,27 @@
-"""Options that are decisions or functions: checked when given, told apart by the same text on every
-rank (data by its content, a function by its name)."""
+"""The checks and conversions of options, and their texts: the same on every rank (data by its
+content, a function by its name)."""
 
-import functools
 import hashlib
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import attrs
 import torch
 
 from pfeife.compilers import compiler_name
 from pfeife.data import plain
-from pfeife.data.plan import Costs, Plan
+from pfeife.data.checks import Check
+from pfeife.data.machine import Mesh
+from pfeife.data.optimizers import Optimizer, optimizer_of
+from pfeife.data.plan import Plan
 from pfeife.data.schedule import Schedule
-from pfeife.ir.absorb import absorb
-from pfeife.ir.digest import fingerprint
-from pfeife.ir.infer_values import settle
-from pfeife.ir.program import Program
-from pfeife.ir.verify import verify
-from pfeife.passes.compose import LEVELS, Pass, Passes, pass_name
+from pfeife.passes.compose import LEVELS, Passes
+from pfeife.runtime.distributed.batches.meshes import MeshLike, mesh_of
 from pfeife.sched import POLICIES
-from pfeife.sched.cutting import CutAt, Partition, check_cut_at, checked_tolerance
+from pfeife.sched.cutting import CutAt, Partition, RecomputePolicy
 from pfeife.sched.cutting.recompute_policy import WORDS
 from pfeife.sched.families import Family
 from pfeife.sched.manual_cuts import check_recomputed
@@ -43,20 +42,183 @@ def described(value: Any) -> str:
     return compiler_name(value) if callable(value) else repr(value)
 
 
+def must_be(
+    what: str,
+    *,
+    words: Sequence[Any] = (),
+    kinds: Any = (),
+    when: Callable[[Any], bool] | None = None,
+) -> Check:
+    """The check of an option that is one of some words or of some kinds; `when` decides alone where
+    that does not say it. Raises ValueError with what it must be."""
+
+    def check(instance: object, attribute: attrs.Attribute, value: Any) -> None:
+        # A bool is an int for Python, and no number for people.
+        holds = (isinstance(value, kinds) and type(value) is not bool) or value in words
+        if not (holds if when is None else when(value)):
+            raise ValueError(f"option {attribute.name}={value!r}: must be {what}")
+
+    return check
+
+
+def one_of(kind: Any) -> Check:
+    """The check of a Literal."""
+    return must_be(f"one of {list(get_args(kind))}", words=get_args(kind))
+
+
+def unless_refused(check_value: Callable[[Any], object]) -> Check:
+    """What others check."""
+
+    def check(instance: object, attribute: attrs.Attribute, value: Any) -> None:
+        try:
+            check_value(value)
+        except ValueError as error:
+            raise ValueError(f"option {error}") from None
+
+    return check
+
+
+def _are_all(value: Any, kind: Any) -> bool:
+    """Whether a value is a list of such, and not an empty one."""
+    return isinstance(value, tuple) and bool(value) and all(isinstance(v, kind) for v in value)
+
+
+def _is_partition(value: Any) -> bool:
+    if isinstance(value, str):
+        return value in ("parameters", "uniform") or value.startswith("type:")
+    numbers = isinstance(value, tuple) and bool(value) and all(type(v) is int for v in value)
+    return value is None or callable(value) or numbers or _are_all(value, str)
+
+
+def _is_recompute(value: Any) -> bool:
+    if type(value) is int:
+        return value > 0
+    return value is None or _are_all(value, str) or (isinstance(value, str) and value in WORDS)
+
+
+def _is_place(value: Any) -> bool:
+    """Whether a value says where a result stands in what a step returns, or nothing."""
+    path = value if isinstance(value, tuple) else (value,)
+    return value is None or (bool(path) and all(type(step) in (int, str) for step in path))
+
+
+count = must_be("a positive integer", when=lambda value: type(value) is int and value >= 1)
+flag = must_be("True or False", when=lambda value: isinstance(value, bool))
+seconds = [
+    must_be("seconds", kinds=int | float),
+    must_be("positive", when=lambda value: 0 < value < math.inf),
+]
+check_partition = must_be(
+    "'parameters', 'uniform', 'type:Regex', a list of clusters or of modules at which stages "
+    "start, or a function of a Program that gives the stage of every cluster",
+    when=_is_partition,
+)
+check_recompute = must_be(
+    f"one of {list(WORDS)}, a number k (the inside of every k-th block), or a list of modules",
+    when=_is_recompute,
+)
+check_loss = must_be("the name, the path or the index of a result, or 'outside'", when=_is_place)
+check_devices = must_be(
+    "a list such as ['cuda:0', 'cuda:1']",
+    when=lambda value: value in (None, ()) or _are_all(value, str | torch.device),
+)
+check_check = must_be(
+    "True, False, or how much your own passes may change results, as a share of the largest value "
+    "of each (0.01)",
+    when=lambda value: isinstance(value, bool) or (isinstance(value, float) and 0 < value < 1),
+)
+
+
+def check_reduce(instance: object, attribute: attrs.Attribute, value: Any) -> None:
+    """Ways by the places of results."""
+    must_be("a way by index such as {1: 'mean'}", kinds=Mapping)(instance, attribute, value)
+    wrong = {place: how for place, how in value.items() if how not in ("mean", "sum")}
+    if wrong:
+        raise ValueError(f"option reduce={wrong}: must be 'mean' or 'sum'")
+
+
+def check_folder(instance: object, attribute: attrs.Attribute, value: Any) -> None:
+    """The path of a folder, which may not be there yet."""
+    must_be("the path of a folder", kinds=str | os.PathLike | None)(instance, attribute, value)
+    path = Path(value or "")
+    there = next((place for place in (path, *path.parents) if os.path.lexists(place)), None)
+    if there and not os.path.isdir(there):
+        raise ValueError(f"option {attribute.name}={str(value)!r}: {there} is no folder")
+
+
 def check_schedule(instance: object, attribute: attrs.Attribute, value: Any) -> None:
+    """A name that is known, or another way to say it."""
     if isinstance(value, str) and value not in ("search", *POLICIES):
         raise ValueError(
             f"option schedule={value!r} is not known; there are {sorted(POLICIES)} and 'search'"
         )
-    if not isinstance(value, str | Family | Schedule) and not callable(value):
+    must_be(
+        "the name of a family, a Family, a Schedule, a function of a Problem, or 'search'",
+        kinds=str | Family | Schedule | Callable,
+    )(instance, attribute, value)
+
+
+def check_passes(instance: object, attribute: attrs.Attribute, value: Any) -> None:
+    """Functions by the levels of programs."""
+    if not isinstance(value, Mapping) or not set(value) <= set(LEVELS):
         raise ValueError(
-            f"option schedule={value!r}: must be the name of a family, a Family, a Schedule, a "
-            "function of a Problem, or 'search'"
+            f"option passes={value!r}: must have lists of passes by the level of the programs that "
+            f"they change, {list(LEVELS)}, such as {{'flat': [my_pass]}}"
         )
+    for level, passes in value.items():
+        if not isinstance(passes, tuple) or not all(map(callable, passes)):
+            raise ValueError(
+                f"option passes: {level!r} has {passes!r}: must be a list of functions of a Program"
+            )
 
 
-def plan_of(given: Any) -> Any:
-    """A plan, read from its file if that is given."""
+# Converters: what is written in several ways is one thing afterwards. Their types are those of the
+# keywords of `pfeife.compile`.
+
+
+def as_partition(given: Partition | None) -> Partition | None:
+    """A list as a tuple."""
+    return tuple(given) if isinstance(given, list) else given
+
+
+def as_borders(given: CutAt) -> CutAt:
+    """A list as a tuple."""
+    return tuple(given) if isinstance(given, list) else given
+
+
+def as_recompute(given: RecomputePolicy | None) -> RecomputePolicy | None:
+    """A list as a tuple."""
+    return tuple(given) if isinstance(given, list) else given
+
+
+def as_devices(given: Sequence[str | torch.device] | None) -> tuple[Any, ...] | None:
+    """A list as a tuple; what is none is refused by the check."""
+    return tuple(given) if isinstance(given, list) else given  # type: ignore[return-value]
+
+
+def dtype_of(given: torch.dtype | str | None) -> torch.dtype | None:
+    """A dtype by its name; what is none is refused by the check."""
+    dtype = getattr(torch, given, given) if isinstance(given, str) else given
+    return dtype if isinstance(dtype, torch.dtype) else given  # type: ignore[return-value]
+
+
+def meshed(given: MeshLike | None) -> Mesh | None:
+    """A mesh, however it was written. Raises ValueError for what is none."""
+    return mesh_of(given)
+
+
+def optimizer_or_none(given: Optimizer | None) -> Optimizer | None:
+    """An optimizer by its name. Raises ValueError for what is none."""
+    if given is None:
+        return None
+    try:
+        return optimizer_of(given)
+    except ValueError as error:
+        raise ValueError(f"option {error}") from None
+
+
+def plan_of(given: Plan | str | os.PathLike[str] | None) -> Plan | None:
+    """A plan, read from its file if that is given. Raises ValueError for a file without one."""
     if not isinstance(given, str | os.PathLike):
         return given
     try:
@@ -71,157 +233,19 @@ def plan_of(given: Any) -> Any:
     )
 
 
-def check_plan(instance: object, attribute: attrs.Attribute, value: Any) -> None:
-    if value is not None and not isinstance(value, Plan):
-        raise ValueError(
-            f"option plan={value!r}: must be a Plan (Plan(stages of the clusters, schedule) is the "
-            "shortest one by hand), or the path to its JSON"
-        )
-
-
-def check_costs(instance: object, attribute: attrs.Attribute, value: Any) -> None:
-    words = ("estimate", "measure")
-    if value not in words and not isinstance(value, Costs) and not callable(value):
-        raise ValueError(
-            f"option costs={value!r}: must be 'estimate' or 'measure', Costs, or a function of a "
-            "Program that gives them"
-        )
-
-
-def passes_of(given: Any) -> Any:
+def passes_of(given: Passes) -> Passes:
     """Passes by level, in tuples."""
     if not isinstance(given, Mapping):
         return given
-    return {k: tuple(one) if isinstance(one, list | tuple) else one for k, one in given.items()}
-
-
-def check_passes(instance: object, attribute: attrs.Attribute, value: Any) -> None:
-    if not isinstance(value, Mapping) or not set(value) <= set(LEVELS):
-        raise ValueError(
-            f"option passes={value!r}: must have lists of passes by the level of the programs that "
-            f"they change, {list(LEVELS)}, such as {{'flat': [my_pass]}}"
-        )
-    for level, passes in value.items():
-        if not isinstance(passes, tuple) or not all(map(callable, passes)):
-            raise ValueError(
-                f"option passes: {level!r} has {passes!r}: must be a list of functions of a Program"
-            )
+    return {
+        level: tuple(passes) if isinstance(passes, list | tuple) else passes
+        for level, passes in given.items()
+    }
 
 
 def described_passes(value: Passes) -> str:
-    return str({level: [described(one) for one in value.get(level, ())] for level in LEVELS})
-
-
-def guarded(passes: Passes) -> Passes:
-    """The same passes, what they edit settled, and refused where one does not give a sound program
-    with the ports it was given."""
-    return {level: tuple(_guarded(level, one) for one in each) for level, each in passes.items()}
-
-
-def _guarded(level: str, one: Pass) -> Pass:
-    name = pass_name(one)
-
-    def run(program: Program) -> Program:
-        before = fingerprint(program)
-        try:
-            result = one(program)
-        except Exception as error:
-            error.add_note(f"in the pass {name} of the option passes, on the program of {level}")
-            raise
-        where = f"option passes: {name}, on the program of {level}:"
-        if fingerprint(program) != before:
-            raise ValueError(
-                f"{where} it edited the program that it was given; a pass edits a copy, such as "
-                "fx.GraphModule(program.module, copy.deepcopy(program.module.graph))"
-            )
-        if not isinstance(result, Program):
-            raise ValueError(f"{where} it returned {type(result).__name__}, not a Program")
-        try:
-            result = absorb(settle(verify(result)))
-        except ValueError as error:
-            raise ValueError(f"{where} {error}") from error
-        if (program.inputs, program.outputs) != (result.inputs, result.outputs):
-            raise ValueError(f"{where} {_other_ports(program, result)}")
-        return result
-
-    functools.update_wrapper(run, one)
-    run.__qualname__ = name
-    return run
-
-
-def _other_ports(program: Program, result: Program) -> str:
-    before, after = ({*one.inputs, *one.outputs} for one in (program, result))
-    names = sorted({port.name for port in before ^ after})
-    return (
-        f"it has changed the ports {names or 'in their order'}; what goes into a step and comes "
-        "out of it stays as it is"
-    )
-
-
-def dtype_of(given: Any) -> Any:
-    """A dtype by its name."""
-    found = getattr(torch, given, given) if isinstance(given, str) else given
-    return found if isinstance(found, torch.dtype) else given
-
-
-def check_accumulate(instance: object, attribute: attrs.Attribute, value: Any) -> None:
-    if value not in (None, torch.float32, torch.float64):
-        raise ValueError(
-            f"option accumulate={value!r}: must be 'float32', 'float64', or None for the type of "
-            "the parameters"
-        )
-
-
-def check_param_dtype(instance: object, attribute: attrs.Attribute, value: Any) -> None:
-    if value not in (None, torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(
-            f"option param_dtype={value!r}: must be 'bfloat16', 'float16', 'float32' (of a model "
-            "in float64), or None for the type that the parameters have"
-        )
-
-
-def check_partition(instance: object, attribute: attrs.Attribute, value: Any) -> None:
-    listed = isinstance(value, tuple) and bool(value)
-    if listed and (all(type(v) is int for v in value) or all(isinstance(v, str) for v in value)):
-        return
-    words = isinstance(value, str) and (
-        value in ("parameters", "uniform") or value.startswith("type:")
-    )
-    if not words and value is not None and not callable(value):
-        raise ValueError(
-            f"option partition={value!r}: must be 'parameters', 'uniform', 'type:Regex', a list of "
-            "clusters or of modules at which stages start, or a function of a Program that gives "
-            "the stage of every cluster"
-        )
-
-
-def check_where(instance: object, attribute: attrs.Attribute, value: Any) -> None:
-    """Of cut_at and message_tolerance: what the planner says of them."""
-    try:
-        if attribute.name == "cut_at":
-            check_cut_at(value)
-        else:
-            checked_tolerance(value)
-    except ValueError as error:
-        raise ValueError(f"option {error}") from None
-
-
-def check_recompute(instance: object, attribute: attrs.Attribute, value: Any) -> None:
-    listed = isinstance(value, tuple) and bool(value) and all(isinstance(v, str) for v in value)
-    counted = type(value) is int and value > 0
-    if value is not None and value not in WORDS and not listed and not counted:
-        raise ValueError(
-            f"option recompute={value!r}: must be one of {list(WORDS)}, a number k (the inside of "
-            "every k-th block), or a list of modules"
-        )
-
-
-def check_runtime(instance: object, attribute: attrs.Attribute, value: Any) -> None:
-    if value is not None and not callable(value):
-        raise ValueError(
-            f"option runtime={value!r}: must be a function of (program, schedule, bodies) that "
-            "gives a Pipeline, such as a class with its methods"
-        )
+    """Passes as all ranks write them."""
+    return str({level: [described(each) for each in value.get(level, ())] for level in LEVELS})
 
 
 def boundaries(partition: Partition | CutAt | None) -> dict[str, str]:

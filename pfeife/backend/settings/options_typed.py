@@ -1,78 +1,43 @@
-"""The options as keyword arguments with their types, for type checkers; `Options` says of each what
-it means, and has its default."""
+"""Functions that take options as keywords: their types, `help()` and completion are the table's."""
 
-import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, TypedDict
+import inspect
+from collections.abc import Callable
+from textwrap import fill
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
-import torch
+from pfeife.backend.settings.options import Options, rows
 
-from pfeife.backend.settings.declared import Sizes
-from pfeife.backend.settings.options import Batch, Capture
-from pfeife.compilers import Compiler
-from pfeife.data.figures import OnStep
-from pfeife.data.machine import Machine
-from pfeife.data.network import Network
-from pfeife.data.optimizers import Optimizer
-from pfeife.data.plan import Costs, Plan
-from pfeife.data.replicas import DataParallel
-from pfeife.ir.program import Program
-from pfeife.passes.compose import Passes
-from pfeife.runtime.distributed.batches.meshes import MeshLike
-from pfeife.runtime.protocols import Runtime
-from pfeife.sched.by_family import Scheduling
-from pfeife.sched.cutting import CutAt, Partition, RecomputePolicy
-
-PathOf = str | os.PathLike[str]
-Where = int | str | tuple[int | str, ...]  # of a result: its index, name or path
+Q = ParamSpec("Q")  # the keywords of `Options`, as a type checker reads them
+First = TypeVar("First")
+T = TypeVar("T")
 
 
-class Asked(TypedDict, total=False):
-    """What `pfeife.compile`, `pfeife.backend` and `pfeife.explain` may be asked for."""
+# For type checkers a call of these takes the keywords of a class. What they decorate stays what it
+# is when it runs, and gets a signature and a docstring for people.
 
-    microbatches: int
-    batch: Batch
-    stages: int | None
-    schedule: Scheduling
-    plan: Plan | PathOf | None
-    search_seconds: float
-    search_work: int | None
-    jobs: int
-    split_at: Mapping[str, str] | None
-    replicas: int
-    data_parallel: DataParallel
-    bucket_bytes: int
-    mesh: MeshLike | None
-    costs: str | Costs | Callable[[Program], Costs]
-    partition: Partition | None
-    cut_at: CutAt
-    message_tolerance: float
-    recompute: RecomputePolicy | None
-    passes: Passes
-    machine: Machine | PathOf | None
-    network: Network | PathOf | None
-    cache: PathOf | None
-    memory_limit: int | None
-    optimizer: Optimizer | None
-    accumulate: torch.dtype | str | None
-    param_dtype: torch.dtype | str | None
-    deferred_batch_norm: bool
-    devices: Sequence[str | torch.device] | None
-    loss: Where | None
-    loss_reduction: Literal["mean", "sum", "auto"]
-    reduce: Mapping[Where, str]
-    timeout: float
-    compiler: str | Compiler
-    runtime: Runtime | None
-    cuda_graphs: bool
-    fit_smaller_batches: bool
-    capture: Capture
-    dynamic: bool | None
-    max_sizes: Sizes
-    sizes_hint: Sizes
-    max_programs: int
-    check: bool | float
-    compare_batches: bool
-    log_every: int | None
-    on_step: OnStep | None
-    progress: bool
+
+def with_options(options: Callable[Q, Options]) -> Callable[[Callable[..., T]], Callable[Q, T]]:
+    """Of a function that takes options alone."""
+    return with_help
+
+
+def with_more_options(
+    options: Callable[Q, Options],
+) -> Callable[[Callable[Concatenate[First, ...], T]], Callable[Concatenate[First, Q], T]]:
+    """Of a function or method that takes something before them."""
+    return with_help
+
+
+def with_help(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, as `help()` and completion shall see it: its options with their defaults, and
+    what each of them means."""
+    signature, options = inspect.signature(function), Options.__signature__
+    first = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    shown = cast(Any, function)
+    shown.__signature__ = signature.replace(parameters=[*first, *options.parameters.values()])
+    meanings = [
+        fill(f"{row.name}: {row.plain}", 96, subsequent_indent="    ", break_on_hyphens=False)
+        for row in rows()
+    ]
+    shown.__doc__ = "\n\n".join([inspect.cleandoc(function.__doc__ or ""), "\n".join(meanings)])
+    return function

@@ -3,14 +3,14 @@
 import copy
 import functools
 import pickle
-from typing import get_type_hints
+import pydoc
 
 import attrs
+import pytest
 import torch
 
 import pfeife
 from pfeife.backend.settings.options import Options
-from pfeife.backend.settings.options_typed import Asked
 
 net = torch.nn.Linear(4, 1)
 
@@ -28,8 +28,23 @@ class Trainer:
     step = pfeife.compile(loss, microbatches=2)
 
 
-def test_each_option_has_a_type():
-    assert list(get_type_hints(Asked)) == [field.name for field in attrs.fields(Options)]
+def test_help_has_each_option():
+    text = pydoc.render_doc(pfeife.compile, renderer=pydoc.plaintext)
+    for field in attrs.fields(Options):
+        assert f" {field.name}=" in text and f"    {field.name}: " in text, field.name
+
+
+@pytest.mark.parametrize("of", [Options, pfeife.PipelinedStep])
+def test_help_fits_on_a_screen(of):
+    """60 lines of 100 letters, and it says what to look at next."""
+    text = pydoc.render_doc(of, renderer=pydoc.plaintext)
+    assert sum(1 + len(line) // 100 for line in text.splitlines()) <= 60
+    assert all(f"`{name}`" in text for name in ("Program", "Plan", "Schedule"))
+
+
+def test_what_is_shown_of_a_step_fits_on_a_screen():
+    assert "not called yet" in repr(pfeife.compile(net)) and "Plan" in repr(loss_of)
+    assert repr(loss_of).count("\n") < 60
 
 
 def test_a_step_is_like_a_function():

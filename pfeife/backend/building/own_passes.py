@@ -1,9 +1,10 @@
-"""What the caller's own passes must leave as it is: what a program computes.
+"""The caller's own passes: each must give a sound program, which computes what it did before.
 
 program --pass--> program          both on the first microbatch, from the same state:
 (before)          (after)          loss, outputs, gradients, updates of buffers
 """
 
+import functools
 import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -12,13 +13,63 @@ import torch
 
 from pfeife.frontend.captured import Captured
 from pfeife.frontend.checks.deterministic import close
+from pfeife.ir.absorb import absorb
+from pfeife.ir.digest import fingerprint
 from pfeife.ir.evaluate import Result, evaluate
+from pfeife.ir.infer_values import settle
 from pfeife.ir.parts import STATE_ROLES, Role
 from pfeife.ir.program import Program
-from pfeife.passes.compose import Recorded
+from pfeife.ir.verify import verify
+from pfeife.passes.compose import Pass, Passes, Recorded, pass_name
 
 log = logging.getLogger("pfeife")
 _NOISE = 1e-6  # a share of the largest value of its kind: zero, but for rounding
+
+
+def guarded(passes: Passes) -> Passes:
+    """The same passes, what they edit settled, and refused where one does not give a sound program
+    with the ports it was given."""
+    return {level: tuple(_guarded(level, one) for one in each) for level, each in passes.items()}
+
+
+def _guarded(level: str, one: Pass) -> Pass:
+    name = pass_name(one)
+
+    def run(program: Program) -> Program:
+        before = fingerprint(program)
+        try:
+            result = one(program)
+        except Exception as error:
+            error.add_note(f"in the pass {name} of the option passes, on the program of {level}")
+            raise
+        where = f"option passes: {name}, on the program of {level}:"
+        if fingerprint(program) != before:
+            raise ValueError(
+                f"{where} it edited the program that it was given; a pass edits a copy, such as "
+                "fx.GraphModule(program.module, copy.deepcopy(program.module.graph))"
+            )
+        if not isinstance(result, Program):
+            raise ValueError(f"{where} it returned {type(result).__name__}, not a Program")
+        try:
+            result = absorb(settle(verify(result)))
+        except ValueError as error:
+            raise ValueError(f"{where} {error}") from error
+        if (program.inputs, program.outputs) != (result.inputs, result.outputs):
+            raise ValueError(f"{where} {_other_ports(program, result)}")
+        return result
+
+    functools.update_wrapper(run, one)
+    run.__qualname__ = name
+    return run
+
+
+def _other_ports(program: Program, result: Program) -> str:
+    before, after = ({*one.inputs, *one.outputs} for one in (program, result))
+    names = sorted({port.name for port in before ^ after})
+    return (
+        f"it has changed the ports {names or 'in their order'}; what goes into a step and comes "
+        "out of it stays as it is"
+    )
 
 
 def check_unchanged(
