@@ -1,10 +1,12 @@
 """`pfeife.compile`: cuts a call's batch first, and captures the step on a microbatch."""
 
 import contextlib
+import functools
 import inspect
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, Literal
 
 import attrs
@@ -96,6 +98,7 @@ class CompiledStep:
         self.name = self.cutter.name
         homes = residence().home if options.devices else None
         self.view = CaptureView(options.param_dtype, homes, options.devices or ())
+        self.current: ContextVar[Invocation] = ContextVar(self.name)
         doorway = Doorway(
             step,
             self.name,
@@ -103,7 +106,7 @@ class CompiledStep:
             self.view,
             self.cutter.said,
             options.max_programs,
-            self._current,
+            self.current,
         )
         # The caller's passes may look at shapes.
         dynamic = False if options.dynamic is None and options.passes else options.dynamic
@@ -111,16 +114,10 @@ class CompiledStep:
         self.by_trace = TraceDoor(doorway, self._run, dynamic)
         self.door: Capture = options.capture
         self.refused: Exception | None = None  # what Dynamo has said of a step that is traced
-        self.logged: Door | None = None  # the door that the log has been told of
+        self.log_door = functools.cache(self._log_door)  # once for each door
         self.has_values = False  # whether a call has run: no state waits for its values
         self.of_rank_zero = CallOfRankZero(self.name)
         self.lock = threading.RLock()
-        self.invocation: Invocation | None = None  # the one that is on its way
-
-    def _current(self) -> Invocation:
-        """The invocation that is on its way, for who is called from inside of it."""
-        assert self.invocation is not None
-        return self.invocation
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self.lock:
@@ -136,29 +133,54 @@ class CompiledStep:
     def attempt(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], world: World | None
     ) -> "Outcome":
-        """The result of a call, or an error that all ranks know of. Raises all other errors."""
-        invocation: Invocation | None = None
+        """The result of a call, or an error that all ranks know of. Raises all other errors.
+
+        what fails                   one process         under torchrun
+        cutting the batch, a door    is the outcome      all ranks agree on it: the outcome
+        an agreement of ranks                            all know of it: the outcome
+        the pipeline, when it runs   is raised           is raised, and ends the world
+        """
         try:
-            invocation = self.invocation = self._cut(args, kwargs, world)
-            return Outcome(self._result_with_values(invocation, world))
+            invocation = self._cut(args, kwargs, world)
         except CollectiveError as error:
-            if self.by_dynamo.dynamic is None and invocation and invocation.handed:
-                self.by_dynamo.forget()  # what other ranks have not seen change
-            return Outcome(None, error, invocation.at if invocation else "batch")
+            return Outcome(None, error)
         except PipelineError:
             raise
         except Exception as error:
-            if invocation and invocation.reached:
+            return Outcome(None, self._refusal(error, args, kwargs, world))
+        token = self.current.set(invocation)
+        try:
+            return Outcome(self._result_with_values(invocation, world))
+        except CollectiveError as error:
+            # Other ranks may not have seen the change of sizes for which Dynamo has compiled here.
+            if invocation.handed and self.by_dynamo.compilation.dynamic is None:
+                self.by_dynamo.forget(None)
+            return Outcome(None, error, invocation.at)
+        except PipelineError:
+            raise
+        except Exception as error:
+            if invocation.reached:
                 raise
-            refusal = self.cutter.mismatch(args, kwargs) or plain_error(error)
-            if world:  # the others are told, and raise it too
-                refusal = wrong_norms(self.step, world) or refusal
-                with contextlib.suppress(CollectiveError):
-                    world.agreed("", "this call", refused=refusal)
-            refusal.__cause__ = error if refusal is not error else error.__cause__
-            return Outcome(None, refusal, invocation.at if invocation else "batch")
+            return Outcome(None, self._refusal(error, args, kwargs, world), invocation.at)
         finally:
-            self.invocation = None
+            self.current.reset(token)
+
+    def _refusal(
+        self,
+        error: Exception,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        world: World | None,
+    ) -> Exception:
+        """What to say of an error before anything has run, once all ranks know that there is one
+        (collective). Arguments that the step does not take explain any other error."""
+        refusal = self.cutter.mismatch(args, kwargs) or plain_error(error)
+        if world:  # the others are told, and raise it too
+            refusal = wrong_norms(self.step, world) or refusal
+            with contextlib.suppress(CollectiveError):
+                world.agreed("", "this call", refused=refusal)
+        refusal.__cause__ = error if refusal is not error else error.__cause__
+        return refusal
 
     def _cut(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], world: World | None
@@ -204,7 +226,9 @@ class CompiledStep:
         has refused is traced from then on, if it can be."""
         if self.door != "trace":
             try:
-                return self._told("dynamo", self.by_dynamo(invocation))
+                result = self.by_dynamo(invocation)
+                self.log_door("dynamo")
+                return result
             except (CollectiveError, PipelineError, NotReached):
                 raise
             except Exception as error:
@@ -218,15 +242,14 @@ class CompiledStep:
                 raise
             raise neither(self.refused, error, invocation.call.cut) from error
         self.door = "trace"
-        return self._told("trace", result)
-
-    def _told(self, door: Door, result: Any) -> Any:
-        """The result; the log is told once how the step is captured."""
-        if self.logged != door:
-            self.logged, world = door, world_so_far()
-            level = logging.DEBUG if world and world.rank else logging.INFO
-            log.log(level, "%s", taken(self.name, door, self.refused))
+        self.log_door("trace")
         return result
+
+    def _log_door(self, door: Door) -> None:
+        """Says how the step is captured, and why."""
+        world = world_so_far()
+        level = logging.DEBUG if world and world.rank else logging.INFO
+        log.log(level, "%s", taken(self.name, door, self.refused))
 
     def _run(
         self, invocation: Invocation, steps: Steps, values: Sequence[Any]

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import attrs
 import torch
 from torch import fx
 
@@ -36,21 +37,33 @@ class NotReached(ValueError):
     """Raised where torch.compile has not asked for anything to be compiled."""
 
 
+@attrs.frozen(eq=False)
+class Compilation:
+    """What Dynamo has compiled of a step: `function` is called as the step is. `hooks` are those of
+    modules, which Dynamo does not guard. `unsettled` are graphs, and their inputs, whose step sets
+    numbers that nobody has compared yet."""
+
+    function: Callable[..., Any]
+    dynamic: bool | None
+    hooks: dict[int, Guard] = attrs.field(factory=dict)
+    unsettled: list[tuple[str, Inputs]] = attrs.field(factory=list)
+
+
 class DynamoDoor:
     """A step as Dynamo compiles it. `dynamic` as in torch.compile; `seen` is called with each
     graph, while Dynamo compiles it."""
 
     def __init__(self, doorway: Doorway, run: Run, dynamic: bool | None, seen: Callable[[], None]):
         self.doorway, self.run, self.seen = doorway, run, seen
-        self.dynamic, self.has_run, self.dropped = dynamic, False, False
-        self.unsettled: tuple[str, Inputs] | None = None  # a graph whose step sets numbers
-        self.forget()
+        self.compilation = self._compilation(dynamic)
 
-    def forget(self) -> None:
-        """Dynamo knows nothing of the step from now on."""
-        step, dynamic = self.doorway.step, self.dynamic
-        self.compiled = _torch.whole_graph(step, self._graph, dynamic)
-        self.hooks: dict[int, Guard] = {}  # of modules, which Dynamo does not guard
+    def _compilation(self, dynamic: bool | None) -> Compilation:
+        """Nothing is compiled of the step yet."""
+        return Compilation(_torch.whole_graph(self.doorway.step, self._graph, dynamic), dynamic)
+
+    def forget(self, dynamic: bool | None) -> None:
+        """Dynamo knows nothing of the step from now on, and compiles it so."""
+        self.compilation = self._compilation(dynamic)
 
     def __call__(self, invocation: Invocation) -> Any:
         """What the step returns. Where Dynamo fails with sizes that it has found to change, the
@@ -58,46 +71,42 @@ class DynamoDoor:
         compiled, and what the step, a capture or a pipeline raises."""
         invocation.at = "dynamo"
         try:
-            result = self._called(invocation)
+            return self._called(invocation)
         except (CollectiveError, PipelineError, NotReached):
             raise
         except Exception as error:
+            # Of a step that has run before, what is new are its sizes. The first call, and what a
+            # pipeline raises once it runs, are other matters.
             is_full = _torch.is_limit_of_compilations(error) and self._has_sizes()
-            goes_on = self.has_run and (self.dynamic is None or is_full)
-            if invocation.reached or not goes_on:
+            has_run = bool(self.doorway.backend.compiled)
+            if invocation.reached or not (
+                has_run and (self.compilation.dynamic is None or is_full)
+            ):
                 raise
             log.debug("%s has a graph for each size, since: %s", self.doorway.name, error)
-            if is_full:
-                self._drop_all()
-            self.dynamic = False
-            self.forget()
-            result = self._called(invocation)
-        self.has_run = True
-        return result
+            if is_full:  # nothing is kept of what was built
+                self.doorway.tell_of_drops()
+                self.doorway.backend.forget()
+            self.forget(dynamic=False)
+            return self._called(invocation)
 
     def _has_sizes(self) -> bool:
         """Whether programs differ in the sizes of the batch."""
         programs = (compiled.program for compiled in self.doorway.backend.compiled)
         return len({tuple(p.shape for p in program.ports(Role.BATCH)) for program in programs}) > 1
 
-    def _drop_all(self) -> None:
-        """Nothing is kept of what was built."""
-        if not self.dropped:
-            self.doorway.tell_of_drops()
-        self.dropped = True
-        self.doorway.backend.forget()
-
     def _called(self, invocation: Invocation) -> Any:
         call, view = invocation.call, self.doorway.view
-        if any(guard.broken() for guard in self.hooks.values()):
-            self.forget()
+        if any(guard.broken() for guard in self.compilation.hooks.values()):
+            self.forget(self.compilation.dynamic)
         with _torch.willing(self.doorway.most), view.seen():
-            result = self.compiled(*call.args, **call.kwargs)
-        unsettled, self.unsettled = self.unsettled, None
-        if unsettled:
+            result = self.compilation.function(*call.args, **call.kwargs)
+        # Only now: the step has run once, and is run again to see whether its numbers stay.
+        while self.compilation.unsettled:
+            graph, inputs = self.compilation.unsettled.pop()
             invocation.everything()
             with view.seen():
-                check_settled(self.doorway.step, call, given_by(call.leaves), *unsettled)
+                check_settled(self.doorway.step, call, given_by(call.leaves), graph, inputs)
         if not invocation.reached:
             raise NotReached(
                 f"the call of {self.doorway.name} has not reached Pfeife: it computes nothing with "
@@ -109,7 +118,7 @@ class DynamoDoor:
     def _graph(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """Called by Dynamo with the graph of a microbatch."""
         self.seen()
-        doorway, invocation = self.doorway, self.doorway.current()
+        doorway, invocation = self.doorway, self.doorway.current.get()
         invocation.handed, call = True, invocation.call
         forward = dynamo_forward(module)
         if any(isinstance(value, torch.SymInt) for value in forward.results):
@@ -122,8 +131,8 @@ class DynamoDoor:
         new = inputs.numbers.keys() - inputs.settled
         others = {name for name in new if name.rpartition(".")[2] not in changed}
         if others and call.microbatches > 1:
-            self.unsettled = str(module.graph), inputs
-        self.hooks |= hooks_of(inputs.modules)
+            self.compilation.unsettled[:] = [(str(module.graph), inputs)]
+        self.compilation.hooks.update(hooks_of(inputs.modules))
         captured = doorway.steps(
             forward, inputs, self._grown, _torch.frame(), "dynamo", self._doubled
         )
@@ -132,7 +141,7 @@ class DynamoDoor:
 
         def run(*args: Any) -> list[torch.Tensor]:
             nonlocal unsure
-            now = doorway.current()
+            now = doorway.current.get()
             if unsure and now.call.microbatches > 1:
                 self._check_again(now)
             unsure = False
@@ -153,7 +162,7 @@ class DynamoDoor:
 
     def _grown(self, times: int) -> tuple[Forward, Inputs]:
         """Dynamo's graph of a microbatch with so many times as many rows, and its inputs."""
-        call = larger(self.doorway.current(), times)
+        call = larger(self.doorway.current.get(), times)
 
         def read(module: fx.GraphModule, examples: list[Any]) -> tuple[Forward, Inputs]:
             inputs = describe(module, examples, caller_tensors=given_by(call.leaves))
@@ -165,7 +174,7 @@ class DynamoDoor:
     def _doubled(self, record: Recorded, written: Collection[str]) -> Sequence[torch.Tensor]:
         """Runs the step on the first microbatch twice over (see `check_counting`). Dynamo reads it
         anew for that, since a graph has the numbers of its own sizes."""
-        call = larger(self.doorway.current(), 2)
+        call = larger(self.doorway.current.get(), 2)
 
         def run(module: fx.GraphModule, examples: list[Any]) -> Sequence[torch.Tensor]:
             inputs = describe(module, examples, caller_tensors=given_by(call.leaves))

@@ -34,7 +34,6 @@ class TraceDoor:
     def __init__(self, doorway: Doorway, run: Run, dynamic: bool | None):
         self.doorway, self.run, self.dynamic = doorway, run, dynamic
         self.known: list[tuple[Traced, Steps]] = []  # what was used last is the last
-        self.dropped = False
 
     def __call__(self, invocation: Invocation) -> Any:
         """Runs what was traced of the step for such a call, or traces it. Where a trace has another
@@ -51,18 +50,38 @@ class TraceDoor:
             except PipelineError:
                 raise
             except (ValueError, IndexError, RuntimeError) as error:
-                cause = trace.unfit(error)
-                if any(isinstance(e, NotOpen) for e in (error, error.__cause__)):
-                    if is_new:  # sizes are closed, then; else those of this call may be open
-                        refused = str(error)
-                        self.known.pop()
-                elif cause is error:
-                    raise
-                elif is_new or (world_so_far() and not self._untried(call, [*tried, trace])):
-                    raise cause from error
-                tried.append(trace)
-                log.debug("%s is traced anew: %s", self.doorway.name, cause)
+                refused = self._next(call, trace, is_new, tried, error) or refused
+            tried.append(trace)
             set_states(states)
+
+    def _next(
+        self,
+        call: Arguments,
+        trace: Traced,
+        is_new: bool,
+        tried: Sequence[Traced],
+        error: Exception,
+    ) -> str:
+        """What to do after an error of a trace: raises it, or returns, for another one to be taken;
+        then why sizes must be closed, "" if they need not be.
+
+        error                          of a new trace               of an earlier one
+        no program for open sizes      closes them, traces anew     another, or anew
+        another answer than the call   raises                       another, or anew (*)
+        any other                      raises                       raises
+
+        (*) On ranks only another that there is."""
+        cause, closed = trace.unfit(error), ""
+        if any(isinstance(e, NotOpen) for e in (error, error.__cause__)):
+            if is_new:  # sizes are closed, then; else those of this call may be open
+                self.known.pop()
+                closed = str(error)
+        elif cause is error:
+            raise error
+        elif is_new or (world_so_far() and not self._untried(call, [*tried, trace])):
+            raise cause from error
+        log.debug("%s is traced anew: %s", self.doorway.name, cause)
+        return closed
 
     def _fitting(
         self, invocation: Invocation, tried: Sequence[Traced], refused: str
@@ -92,9 +111,7 @@ class TraceDoor:
             )
         _, steps = self.known.pop(0)
         steps.close()
-        if not self.dropped:
-            self.doorway.tell_of_drops()
-        self.dropped = True
+        self.doorway.tell_of_drops()
 
     def _untried(self, call: Arguments, tried: Sequence[Traced]) -> tuple[Traced, Steps] | None:
         """What was traced last of those that hold for a call and were not tried."""
@@ -114,10 +131,9 @@ class TraceDoor:
         call, view, step = invocation.call, self.doorway.view, self.doorway.step
         kind = kind_of(call)
         alike = [trace for trace, _ in self.known if trace.kind == kind]
-        sizes = [trace.sizes for trace in alike]
         places = {}
-        if not refused and not any(one.refused for one in sizes):
-            places = open_places(call, [one.shapes for one in sizes], self.dynamic)
+        if not refused and not any(trace.sizes.refused for trace in alike):
+            places = open_places(call, [trace.sizes.shapes for trace in alike], self.dynamic)
         # On ranks, each of which lacks parameters by then, the answers are those of before.
         warm = alike[-1].warm if alike and world_so_far() else None
         with view.seen(values=True):
@@ -128,7 +144,7 @@ class TraceDoor:
 
         def grown(times: int) -> tuple[Forward, Inputs]:
             with view.seen(values=True):
-                several = traced(step, larger(self.doorway.current(), times))
+                several = traced(step, larger(self.doorway.current.get(), times))
             return several.forward, several.inputs
 
         frame = getattr(function_of(step), "__code__", type(step))

@@ -1,7 +1,9 @@
 """What both doors know of a step."""
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import attrs
@@ -27,8 +29,9 @@ Grown = Callable[[int], tuple[Forward, Inputs]]
 @attrs.frozen(eq=False)
 class Doorway:
     """A step in front of its doors: how state is seen during a capture (`view`), and whether the
-    caller has `said` where the batch is. At most so many programs of it are kept. `current` is the
-    invocation that is on its way, for who is called by Dynamo, or by what is built."""
+    caller has `said` where the batch is. At most so many programs of it are kept. `current` has the
+    invocation that is on its way, for who is called by Dynamo, or by what is built: these get the
+    arguments of Dynamo's calls and not ours."""
 
     step: Callable[..., Any]
     name: str
@@ -36,7 +39,7 @@ class Doorway:
     view: CaptureView
     said: bool
     most: int
-    current: Callable[[], Invocation]
+    current: ContextVar[Invocation]
 
     def steps(
         self,
@@ -57,8 +60,12 @@ class Doorway:
         """Brings parameters and buffers to the devices of their stages."""
         self.view.add(residence().settle(state, self.view.device))
 
-    def tell_of_drops(self) -> None:
-        """Says that not all programs are kept."""
+    @functools.cached_property
+    def tell_of_drops(self) -> Callable[[], None]:
+        """Says that not all programs are kept; once, however often it is called."""
+        return functools.cache(self._tell_of_drops)
+
+    def _tell_of_drops(self) -> None:
         world = world_so_far()
         if not (world and world.rank):
             log.warning(

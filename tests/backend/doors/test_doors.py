@@ -20,7 +20,7 @@ def test_a_refusal_says_where_the_call_was():
     outcome = step.attempt((torch.ones(3, 4),), {}, None)
     assert outcome.at == "batch" and "does not divide" in str(outcome.error)
     outcome = step.attempt((torch.ones(4, 4),), {}, None)
-    assert outcome.error is None and outcome.at == "batch" and step.invocation is None
+    assert outcome.error is None
 
 
 def test_a_step_that_dynamo_refuses_is_traced_from_then_on():
@@ -35,16 +35,16 @@ def test_a_step_that_dynamo_refuses_is_traced_from_then_on():
     for _ in range(2):
         assert door.attempt((torch.ones(4, 4),), {}, None).error is None
     assert door.door == "trace" and door.refused is not None
-    assert len(door.by_trace.known) == 1 and not door.by_dynamo.has_run
+    assert len(door.by_trace.known) == 1 and not door.by_dynamo.compilation.hooks
 
 
 @pytest.mark.parametrize("capture", ["dynamo", "trace"])
 def test_the_door_that_is_asked_for(capture):
     net = nn.Linear(4, 4)
     door = compiled(lambda x: net(x).square().mean(), capture=capture)
-    loss = door((torch.ones(4, 4),), {})
-    loss.backward()
-    assert door.logged == capture and net.weight.grad is not None
+    for _ in range(2):
+        door((torch.ones(4, 4),), {}).backward()
+    assert door.log_door.cache_info().misses == 1 and net.weight.grad is not None
     (built,) = door.backend.compiled
     assert built.captured.door == capture
 
