@@ -29,27 +29,26 @@ def run_step(
     options: Options,
     args: Sequence[Any],
     meter: Meter,
+    *,
+    begun: float,
     seed: int = 0,
     show: Shown | None = None,
     sent: Sent | None = None,
 ) -> list[torch.Tensor]:
     """One call of the compiled step: results in Dynamo's order, wired to autograd. `show` is
-    given for the first one, which takes longest; `sent` has what rank 0 alone was given. The
-    `meter` has been told that it begins."""
+    given for the first one, which takes longest; `sent` has what rank 0 alone was given. It has
+    `begun` at that moment of the `meter`."""
     captured = compiled.captured
     slots = {name: arg for name, arg in zip(captured.arguments, args, strict=True) if name}
     call = Call(compiled, options, meter, seed, show, sent)
-    trains = captured.program.ports(Role.TANGENT) and torch.is_grad_enabled()
-    ran, results = _with_gradients(call, slots) if trains else _without_gradients(call, slots)
-    ran.measured(ran.figures)
+    if captured.program.ports(Role.TANGENT) and torch.is_grad_enabled():
+        ran, results = _with_gradients(call, slots)
+    else:
+        ran, _, results, _ = forward(call, slots)
+    ran.measured(begun, ran.figures)
     named = dict(zip(captured.results, results, strict=True))
     own = {captured.carried[name]: slots[name] for name in captured.in_place}
     return list((named | own).values())
-
-
-def _without_gradients(call: Call, slots: Slots) -> tuple[Ran, Results]:
-    ran, _, results = forward(call, slots)
-    return ran, results
 
 
 def _with_gradients(call: Call, slots: Slots) -> tuple[Ran, Results]:
@@ -61,12 +60,12 @@ def _with_gradients(call: Call, slots: Slots) -> tuple[Ran, Results]:
     if not leaves:  # the results have a backward on every rank
         leaves[""] = torch.empty(0, requires_grad=True)
     with torch.no_grad():
-        ran, result, results = forward(attrs.evolve(call, leaves=tuple(leaves)), slots)
+        ran, result, results, again = forward(attrs.evolve(call, leaves=tuple(leaves)), slots)
     if call.inside:
         gradients = [None if g is None else g.data for g in ran.gradients(result)]
         overflow = result.overflow
         del result  # whose gradients autograd has from here on
-        with ran.kept.saving() if ran.kept else contextlib.nullcontext():
+        with ran.saved.saving(again) if ran.saved and again else contextlib.nullcontext():
             return ran, _LossInside.apply(ran, results, gradients, overflow, *leaves.values())
     later = [slots[name] for name in compiled.read_later]
     return ran, _LossOutside.apply(ran, results, later, *leaves.values())
@@ -74,11 +73,11 @@ def _with_gradients(call: Call, slots: Slots) -> tuple[Ran, Results]:
 
 def _warn_of_hooks(compiled: Compiled, leaves: Mapping[str, torch.Tensor]) -> None:
     parameters = (port.fqn for port in compiled.leaves if port.role == Role.PARAMETER)
-    found = next((name for name in parameters if _torch.hooks_of(leaves[name])), None)
-    if found is not None:
+    hooked = next((name for name in parameters if _torch.hooks_of(leaves[name])), None)
+    if hooked is not None:
         compiled.said.add("hooks")
         log.warning(
-            "the hooks of parameter %s run once a call, on the gradient of all microbatches", found
+            "the hooks of parameter %s run once a call, on the gradient of all microbatches", hooked
         )
 
 
@@ -98,7 +97,7 @@ class _LossInside(torch.autograd.Function):
         # The first one is there on every rank: with it goes what runs the step again.
         ctx.save_for_backward(torch.empty(0), *gradients)  # as no views, which keep their bases
         ctx.elsewhere, ctx.overflow = ran.elsewhere, overflow
-        ctx.ran = ran if ran.kept else None
+        ctx.ran = ran if ran.saved else None
         gradients.clear()  # autograd has them, and its backward frees them
         return _wired(ctx, ran, results)
 
@@ -163,15 +162,14 @@ class _LossOutside(torch.autograd.Function):
                 "outside its activations are gone: call the step again"
             )
         meter = ran.call.meter
-        if meter.asked:
-            meter.begin()
+        begun = meter.begin()
         with ran.step.preparing():
             ctx.saved_tensors  # noqa: B018  raises if one was changed in place
             tangents = ran.tangents(given)
             ran.step.compare(tangents, values=ran.call.options.compare_batches)
             ran.step.set_tangents(tangents)
         gradients, figures = ran.backward()
-        ran.measured(figures)
+        ran.measured(begun, figures)
         meter.tell()
         return (None, None, None, *gradients)
 

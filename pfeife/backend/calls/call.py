@@ -73,7 +73,7 @@ class Ran:
 
     call: Call
     scale: float  # the gradient of the loss that it ran with
-    kept: Gradients | None  # what autograd saves of a step that may run again
+    saved: Gradients | None  # by autograd, of a step that may run again
     elsewhere: Sequence[torch.Tensor]  # parameters whose gradients other ranks have
     step: Any  # of the runtime, if its backwards are to run
     figures: Figures | None  # of the step, if all of it has run
@@ -83,12 +83,13 @@ class Ran:
     divided: Mapping[str, list[Divisor]]  # by what the microbatches of a result are divided
     seconds: list[float] = attrs.field(factory=list)  # of the call, and of its backward
 
-    def measured(self, figures: Figures | None) -> None:
-        """The call, or the backward, has ended; `figures` are those of the step if all has run."""
+    def measured(self, begun: float, figures: Figures | None) -> None:
+        """The call, or the backward, that has begun then has ended; `figures` are those of the step
+        if all has run."""
         call = self.call
         if not call.meter.asked:
             return
-        self.seconds.append(call.meter.end())
+        self.seconds.append(call.meter.end(begun))
         if call.leaves and figures is not None:
             built = call.show is not None
             call.meter.note(call.compiled, figures, sum(self.seconds), self.sizes, built=built)
@@ -119,16 +120,16 @@ class Ran:
 
     def is_other(self, scale: float) -> bool:
         """Whether the loss is given another gradient than the one that the step has run with."""
-        assert self.call.compiled.loss_scale is not None and self.kept is not None
+        assert self.call.compiled.loss_scale is not None and self.saved is not None
         self.call.compiled.loss_scale.note(scale)
-        return scale != self.scale or self.kept.dropped
+        return scale != self.scale or self.saved.dropped
 
     def run_again(self, scale: float) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
         """The leaves' gradients with another gradient of the loss, instead of those that autograd
         has saved, and whether some rank's are not finite (collective)."""
-        assert self.kept is not None
-        self.kept.drop()
-        result = self.kept.again.result(scale)
+        assert self.saved is not None
+        self.saved.drop()
+        result = self.saved.again.result(scale)
         return self.gradients(result), result.overflow
 
     def gradients(self, result: Result) -> list[torch.Tensor | None]:
@@ -149,9 +150,10 @@ class Ran:
         return gradients
 
 
-def forward(call: Call, slots: Slots) -> tuple[Ran, Result, Results]:
+def forward(call: Call, slots: Slots) -> tuple[Ran, Result, Results, Again | None]:
     """Runs a call: with the loss inside, or without gradients, the whole schedule. What it leaves,
-    what the runtime gives (gradients included), and the step's results in their order."""
+    what the runtime gives (gradients included), the step's results in their order, and what runs
+    the step again, where its gradients depend on that of the loss."""
     program, captured = call.program, call.compiled.captured
     pipeline, count = call.compiled.pipeline, call.compiled.microbatches
     trains = bool(program.ports(Role.TANGENT))
@@ -165,9 +167,7 @@ def forward(call: Call, slots: Slots) -> tuple[Ran, Result, Results]:
     microbatches = _microbatches(call, slots)
     scaled = {"scale": call.scale} if call.compiled.loss_scale else {}
     scale = call.scale  # before another call changes it
-    kept = None
-    if call.compiled.loss_scale:
-        kept = Gradients(_again(call, state, microbatches, slots))
+    again = _again(call, state, microbatches, slots) if call.compiled.loss_scale else None
     if call.meter.measures:
         measure(call.compiled, state, microbatches, seed=call.seed, tangents=tangents, **scaled)
     step = pipeline.start(state, microbatches, seed=call.seed, tangents=tangents, **scaled)
@@ -192,7 +192,7 @@ def forward(call: Call, slots: Slots) -> tuple[Ran, Result, Results]:
     ran = Ran(
         call,
         scale,
-        kept,
+        Gradients() if again else None,
         elsewhere,
         step if later else None,
         None if later else figures_of(step),
@@ -201,7 +201,8 @@ def forward(call: Call, slots: Slots) -> tuple[Ran, Result, Results]:
         {name: value.shape for name, value in joined.items()},
         divided,
     )
-    return ran, result, tuple(joined[name].to(device_of[name]) for name in captured.results)
+    results = tuple(joined[name].to(device_of[name]) for name in captured.results)
+    return ran, result, results, again
 
 
 def _again(call: Call, state: State, microbatches: Sequence[Any], slots: Slots) -> Again:

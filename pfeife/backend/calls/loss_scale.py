@@ -18,7 +18,9 @@ import contextlib
 import inspect
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise, takewhile
 from typing import Any
 
 import attrs
@@ -39,26 +41,33 @@ _MANY = 5  # steps that run twice, one after the other
 _PLACE = "the gradient of a step's loss"
 
 
-@attrs.define
 class LossScale:
-    """The gradient that the loss of a program was given last; before that, the first one of a
-    GradScaler. `changes` counts those in a row that were another one."""
+    """The gradients that the loss of a program was given last; before any, the first one of a
+    GradScaler."""
 
-    value: float = FIRST
-    changes: int = 0
+    def __init__(self) -> None:
+        # One more than it takes to tell the `_MANY`th change in a row from those after it.
+        self.latest = deque([FIRST], maxlen=_MANY + 2)
+
+    @property
+    def value(self) -> float:
+        """The last one."""
+        return self.latest[-1]
 
     def note(self, value: float) -> None:
-        """Such a gradient has arrived."""
-        self.changes = self.changes + 1 if value != self.value else 0
+        """Such a gradient has arrived. Warns, once, where each is another one than before."""
+        before = self.value
+        self.latest.append(value)
+        changed = [last != then for then, last in pairwise(self.latest)]
+        in_a_row = sum(1 for _ in takewhile(bool, reversed(changed)))
         world = world_so_far()
-        if self.changes == _MANY and not (world and world.rank):
+        if in_a_row == _MANY and not (world and world.rank):
             log.warning(
                 "the gradient of the loss was another one in each of the last %d steps (%g, then "
                 "%g). A step whose gradients are in float16 then runs twice: scale the loss alike "
                 "in every call, and divide the gradients by what changes",
-                *(_MANY, self.value, value),
+                *(_MANY, before, value),
             )
-        self.value = value
 
 
 def loss_scale_of(program: Program) -> LossScale | None:
@@ -68,54 +77,55 @@ def loss_scale_of(program: Program) -> LossScale | None:
 
 @attrs.define(eq=False)
 class _Saved:
-    """One of the tensors that autograd saves, and its version; `again` goes with it."""
+    """One of the tensors that autograd saves, and its version, None once it was dropped. With it
+    goes what runs its step `again`, so that the backward which frees the one frees the other."""
 
     tensor: torch.Tensor
-    version: int
-    again: "Again | None"
+    version: int | None
+    again: "Again"
 
 
 class Gradients:
-    """Those of a step among what autograd saves, while it is `saving`, with what runs it `again`:
-    they may be dropped, and all is freed by the backward as others are."""
+    """Those of a step among what autograd saves: they may be dropped, and all is freed by the
+    backward as others are. Autograd alone holds them, this only knows where they are."""
 
-    def __init__(self, again: "Again") -> None:
-        self.parts: list[weakref.ref[_Saved]] = []
-        self.dropped = False
-        self.handed: list[Again] = [again]  # until autograd has it
+    def __init__(self) -> None:
+        self.places: list[weakref.ref[_Saved]] = []
 
-    @contextlib.contextmanager
-    def saving(self) -> Iterator[None]:
-        """What is saved meanwhile belongs to these."""
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
-                yield
-        finally:
-            self.handed.clear()
+    @property
+    def parts(self) -> list[_Saved]:
+        """Those that autograd still has."""
+        return [part for part in (place() for place in self.places) if part is not None]
+
+    def saving(self, again: "Again") -> contextlib.AbstractContextManager[Any]:
+        """What is saved meanwhile belongs to these, with what runs the step `again`."""
+
+        def pack(tensor: torch.Tensor) -> _Saved:
+            part = _Saved(tensor, version_of(tensor), again)
+            self.places.append(weakref.ref(part))
+            return part
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
 
     @property
     def again(self) -> "Again":
-        """What was given; only while autograd has it."""
-        parts = (one() for one in self.parts)
-        return next(part.again for part in parts if part and part.again)
+        """What runs the step again; only while autograd has it."""
+        return self.parts[0].again
 
-    def _pack(self, tensor: torch.Tensor) -> _Saved:
-        again = next(iter(self.handed), None)
-        part = _Saved(tensor, version_of(tensor), again)
-        self.parts.append(weakref.ref(part))
-        return part
+    @property
+    def dropped(self) -> bool:
+        """Whether nobody can ask for them again."""
+        return any(part.version is None for part in self.parts)
 
     def drop(self) -> None:
         """Nobody asks for them again."""
-        self.dropped = True
-        for part in (one() for one in self.parts):
-            if part is not None:
-                part.tensor, part.version = part.tensor.new_empty(0), 0
+        for part in self.parts:
+            part.tensor, part.version = part.tensor.new_empty(0), None
 
 
 def _unpack(part: _Saved) -> torch.Tensor:
     """What autograd itself does not look at where there are hooks."""
-    if version_of(part.tensor) != part.version:
+    if part.version is not None and version_of(part.tensor) != part.version:
         raise RuntimeError(
             "a gradient that a step has handed out was changed in place, and its graph was "
             "retained for another backward: clone it first"
@@ -126,14 +136,14 @@ def _unpack(part: _Saved) -> torch.Tensor:
 @attrs.frozen(eq=False)
 class Again:
     """A step that has run with some gradient of its loss, and all that it takes to run it with
-    another one: `given` are the tensors that it reads, by what they are called, with the versions
+    another one: `read` are the tensors that it reads, by what they are called, with the versions
     that they must still have."""
 
     pipeline: Pipeline
     state: State
     microbatches: Sequence[Any]
     seed: int
-    given: Sequence[tuple[str, torch.Tensor, int]]
+    read: Sequence[tuple[str, torch.Tensor, int]]
 
     @staticmethod
     def of(
@@ -146,8 +156,8 @@ class Again:
     ) -> "Again":
         """`ports` are those whose tensors in `slots` are read as they are."""
         pairs = [(port.fqn, slots[port.name]) for port in ports]
-        given = [(name, value, version_of(value)) for name, value in pairs]
-        return Again(pipeline, state, microbatches, seed, given)
+        read = [(name, value, version_of(value)) for name, value in pairs]
+        return Again(pipeline, state, microbatches, seed, read)
 
     def result(self, scale: float) -> Result:
         """The step with this gradient of the loss (collective). Raises RuntimeError, under torchrun
@@ -163,7 +173,7 @@ class Again:
         return step.result(outputs=False)
 
     def _changed(self, scale: float) -> RuntimeError | None:
-        names = [name for name, value, version in self.given if version_of(value) != version]
+        names = [name for name, value, version in self.read if version_of(value) != version]
         if not names:
             return None
         return RuntimeError(

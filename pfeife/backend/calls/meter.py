@@ -1,5 +1,6 @@
 """The figures of each call that trains: a line of the log, and data for who asks for them."""
 
+import itertools
 import logging
 import time
 from collections.abc import Mapping
@@ -57,31 +58,34 @@ class Meter:
         self.machine, self.optimizer = machine, optimizer
         self.measures = False  # whether the next call is to be measured, and to end there
         # What is always the same, by what was compiled, and by the values of size ports.
-        self.known = WeakIdKeyDictionary()
-        self.begun = self.outside = 0.0
-        self.ended: float | None = None
-        self.count = 0
+        self.constants = WeakIdKeyDictionary()
+        self.outside = 0.0  # seconds since the last figures
+        self.ended: float | None = None  # when the last call or backward has
+        self.numbers = itertools.count(1)  # of calls that train
         self.ready: list[StepFigures] = []  # that nobody has been told of
         self.since: list[StepFigures] = []  # the last line
 
     @property
     def asked(self) -> bool:
+        """Whether anybody wants figures."""
         return self.every is not None or self.on_step is not None
 
-    def begin(self) -> None:
-        """A call or a backward begins."""
-        self.begun = time.perf_counter()
-        if self.ended is not None:
-            self.outside += self.begun - self.ended
+    def begin(self) -> float:
+        """A call or a backward begins; the moment, which `end` is given."""
+        now = time.perf_counter()
+        self.outside += now - self.ended if self.ended is not None else 0.0
+        return now
 
-    def end(self) -> float:
+    def end(self, begun: float) -> float:
         """It has ended; returns its seconds."""
         self.ended = time.perf_counter()
-        return self.ended - self.begun
+        return self.ended - begun
 
-    def forget(self) -> None:
-        """The call has no figures."""
-        self.outside = 0.0
+    def forget(self) -> float:
+        """The call has no figures, or has had them; the seconds outside until now, which are not
+        those of the next call."""
+        outside, self.outside = self.outside, 0.0
+        return outside
 
     def note(
         self,
@@ -94,25 +98,26 @@ class Meter:
     ) -> None:
         """A call that trains, with such values of size ports, has taken so many seconds; those in
         which it was `built` have no figures."""
-        self.count += 1
+        step, outside = next(self.numbers), self.forget()
         if built:
-            return self.forget()
+            return
         at = tuple(sizes.values())
-        known = self.known.setdefault(compiled, {})
-        if at not in known:
-            if len(known) == MOST_SIZES:
-                known.clear()
-            known[at] = self._known(compiled, sizes)
-        figures = attrs.evolve(
-            known[at],
-            step=self.count,
-            seconds=seconds,
-            outside_seconds=self.outside,
-            waiting_seconds=measured[0],
-            peak_bytes=measured[1],
+        by_sizes = self.constants.setdefault(compiled, {})
+        if at not in by_sizes:
+            if len(by_sizes) == MOST_SIZES:
+                by_sizes.clear()
+            by_sizes[at] = self._constant(compiled, sizes)
+        waiting, peaks = measured
+        self.ready.append(
+            attrs.evolve(
+                by_sizes[at],
+                step=step,
+                seconds=seconds,
+                outside_seconds=outside,
+                waiting_seconds=waiting,
+                peak_bytes=peaks,
+            )
         )
-        self.outside = 0.0
-        self.ready.append(figures)
 
     def tell(self) -> None:
         """Where nothing waits for this rank: what others do with the figures may take its time, or
@@ -124,11 +129,12 @@ class Meter:
                 self.since.append(figures)
                 if figures.step % self.every == 0:
                     log.info("%s", step_line(mean_of(self.since)))
-                    self.since = []
+                    self.since.clear()
             if self.on_step is not None:
                 self.on_step(figures)
 
-    def _known(self, compiled: Compiled, sizes: Mapping[str, int]) -> StepFigures:
+    def _constant(self, compiled: Compiled, sizes: Mapping[str, int]) -> StepFigures:
+        """What is the same in every call of what was compiled, at such sizes."""
         program, count = resized(compiled.program, sizes), compiled.microbatches
         device = next((p.device for p in program.ports(Role.PARAMETER)), torch.device("cpu"))
         machine = self.machine or default_machine(device)
@@ -155,7 +161,8 @@ class Meter:
         mesh, apart = Mesh(ranks, program.replicas), False
         if isinstance(pipeline, DistributedPipeline):
             mesh, apart = pipeline.mesh, pipeline.apart
-        shared_out = any(one.owner is not None for one in program.reductions)
+        # Where replicas share the parameters out, each of them keeps another part of the state.
+        shared_out = any(reduction.owner is not None for reduction in program.reductions)
         curves = [
             memory_curves(
                 program,
