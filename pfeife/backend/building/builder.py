@@ -8,17 +8,15 @@ import attrs
 
 from pfeife.backend.building.compiled import Compiled
 from pfeife.backend.building.layout import laid_out
+from pfeife.backend.building.planning import Planning
 from pfeife.backend.settings.option_checks import described
 from pfeife.backend.settings.options import Options
 from pfeife.data.machine import Machine, Mesh
 from pfeife.data.network import Network
 from pfeife.ir.parts import Role
-from pfeife.ir.program import Program
-from pfeife.passes.compose import Passes
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.distributed.world import World
 from pfeife.runtime.failure import CollectiveError
-from pfeife.sched.by_family import Scheduling
 
 log = logging.getLogger("pfeife")
 
@@ -44,15 +42,15 @@ class Builder:
 
     def mesh(self, world: World) -> Mesh:
         """Raises CollectiveError for a mesh of another number of ranks."""
-        given, replicas = self.options.mesh, self.options.replicas
-        if given is not None and given.size != world.size:
+        mesh, replicas = self.options.mesh, self.options.replicas
+        if mesh is not None and mesh.size != world.size:
             raise CollectiveError(
-                f"option mesh: {given.replicas} pipelines of {given.ranks} ranks, and there are "
-                f"{world.size} processes: start {given.size} (torchrun --nproc-per-node)"
+                f"option mesh: {mesh.replicas} pipelines of {mesh.ranks} ranks, and there are "
+                f"{world.size} processes: start {mesh.size} (torchrun --nproc-per-node)"
             )
-        ranks = max(1, world.size // replicas)
-        chosen = self.layouts[0] if self.layouts else Mesh(ranks, replicas)
-        mesh = given or chosen
+        if mesh is None:
+            ranks = max(1, world.size // replicas)
+            mesh = self.layouts[0] if self.layouts else Mesh(ranks, replicas)
         if self.options.batch == "replica" and mesh.size != world.size:
             raise CollectiveError(
                 f"options batch='replica' and replicas={replicas}: the {world.size} processes are "
@@ -69,15 +67,7 @@ class Builder:
             return True
         return world.ownership.outdated(compiled.program, slots, mesh)
 
-    def lay_out(
-        self,
-        world: World,
-        args: Sequence[Any],
-        clusters: Program,
-        order: Scheduling,
-        machine: Machine,
-        passes: Passes,
-    ) -> None:
+    def lay_out(self, world: World, args: Sequence[Any], planning: Planning) -> None:
         """Chooses the mesh of the ranks where none was given (collective): that of the state which
         is trained already; else the one on whose links a step that trains is estimated to take
         less."""
@@ -85,16 +75,15 @@ class Builder:
         options, network, mesh = self.options, self.network, self.mesh(world)
         free = options.mesh is None and options.batch != "replica" and not self.layouts
         several = mesh.ranks > 1 and mesh.replicas > 1 and mesh.size == world.size
-        trains = bool(clusters.ports(Role.GRADIENT)) and not world.ownership.owns_any(args)
+        trains = planning.clusters.ports(Role.GRADIENT) and not world.ownership.owns_any(args)
         if network and free and several and trains and network.joins(world.size):
-            found = laid_out(options, clusters, order, world, machine, network, mesh, passes)
-            self.layouts.append(found)
+            self.layouts.append(laid_out(planning, world, network, mesh))
 
     def follow(self, world: World, args: Sequence[Any]) -> None:
         """Takes the mesh of a call's state, if one of so many ranks trains it."""
         meshes = world.ownership.meshes(args)
         mesh = self.mesh(world)
         if len(meshes) == 1 and self.options.mesh is None and self.options.batch != "replica":
-            (found,) = meshes
-            if (found.ranks, found.replicas) == (mesh.ranks, mesh.replicas):
-                self.layouts[:] = [found]
+            (trained,) = meshes
+            if (trained.ranks, trained.replicas) == (mesh.ranks, mesh.replicas):
+                self.layouts[:] = [trained]

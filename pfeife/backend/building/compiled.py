@@ -2,6 +2,7 @@
 
 import functools
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -90,12 +91,12 @@ class Compiled:
         limit = self.target.limit if self.target else None
         if not sizes or limit is None or self.target is None:
             return
-        known = (captured_sizes(self.program), *self.fitting)
-        if any(all(one[name] >= size for name, size in sizes.items()) for one in known):
+        fitting = (captured_sizes(self.program), *self.fitting)
+        if any(all(fits[name] >= size for name, size in sizes.items()) for fits in fitting):
             return
         worst = worst_at(self.program, self.schedule, self.target, sizes)
         if worst.peak > limit:
-            fits = self._most(known[-1], sizes)
+            fits = self._most(fitting[-1], sizes)
             raise CollectiveError(
                 f"a microbatch of {self._named(sizes)} needs {in_bytes(worst.peak)} on rank "
                 f"{worst.rank}, and the limit is {in_bytes(limit)}: of such batches those up to "
@@ -115,10 +116,9 @@ class Compiled:
             return ""
         self.said.add(f"cuts {times}")
         both = self.clusters, resized(self.clusters, sizes)
-        priced = [annotate(estimate(one, target.machine))(one) for one in both]
-        here, now = (unevenness(one, self.plan.stage_of_cluster) for one in priced)
-        there = priced[1]
-        seconds = sum(call.seconds or 0.0 for call in there.calls) / self.plan.stages
+        priced = [annotate(estimate(program, target.machine))(program) for program in both]
+        here, now = (unevenness(program, self.plan.stage_of_cluster) for program in priced)
+        seconds = sum(call.seconds or 0.0 for call in priced[1].calls) / self.plan.stages
         if now <= UNEVEN * here or (now - here) * seconds * self.microbatches <= 1e-3:
             return ""
         self.said.add("cuts")
@@ -136,20 +136,17 @@ class Compiled:
     def _most(self, fits: Mapping[str, int], sizes: Mapping[str, int]) -> dict[str, int]:
         """The largest sizes that keep to the limit of memory, between such that do and such that do
         not."""
-        assert self.target is not None
-        assert self.target.limit is not None
-        steps = max(abs(size - fits[name]) for name, size in sizes.items())
-        low, high = 0, steps  # of so many parts of the way
+        target = self.target
+        assert target is not None and target.limit is not None
+        limit, steps = target.limit, max(abs(size - fits[name]) for name, size in sizes.items())
 
-        def at(part: int) -> dict[str, int]:
-            way = {name: size - fits[name] for name, size in sizes.items()}
-            return {name: fits[name] + way[name] * part // steps for name in way}
+        def at(part: int) -> dict[str, int]:  # of so many parts of the way
+            return {n: fits[n] + (size - fits[n]) * part // steps for n, size in sizes.items()}
 
-        while high - low > 1:
-            middle = (low + high) // 2
-            peak = worst_at(self.program, self.schedule, self.target, at(middle)).peak
-            low, high = (middle, high) if peak <= self.target.limit else (low, middle)
-        return at(low)
+        def is_too_much(part: int) -> bool:
+            return worst_at(self.program, self.schedule, target, at(part)).peak > limit
+
+        return at(bisect_left(range(1, steps), True, key=is_too_much))
 
     @property
     def microbatches(self) -> int:
@@ -173,8 +170,8 @@ class Compiled:
     @functools.cached_property
     def elsewhere(self) -> tuple[Port, ...]:
         """The parameters whose gradients other processes make."""
-        mine = {port.fqn for port in self.leaves}
-        trained = {port.fqn for port in self.program.ports(Role.GRADIENT)} - mine
+        here = {port.fqn for port in self.leaves}
+        trained = {port.fqn for port in self.program.ports(Role.GRADIENT)} - here
         return tuple(port for port in self.program.ports(Role.PARAMETER) if port.fqn in trained)
 
     @functools.cached_property

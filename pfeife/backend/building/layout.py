@@ -10,70 +10,46 @@ import logging
 
 import attrs
 
-from pfeife.backend.building.planning import Place, planner_of
-from pfeife.backend.settings.options import Options
+from pfeife.backend.building.planning import Planning
 from pfeife.data import plain
-from pfeife.data.machine import Machine, Mesh
+from pfeife.data.machine import Mesh
 from pfeife.data.network import Network
-from pfeife.ir.program import Program
 from pfeife.lowering.lower import lower
 from pfeife.lowering.predict import predict
 from pfeife.passes.apply import apply
-from pfeife.passes.compose import Passes
 from pfeife.runtime.distributed.world import World
-from pfeife.sched.by_family import Scheduling
 
 log = logging.getLogger("pfeife")
 
 
-def laid_out(
-    options: Options,
-    clusters: Program,
-    order: Scheduling,
-    world: World,
-    machine: Machine,
-    network: Network,
-    mesh: Mesh,
-    passes: Passes,
-) -> Mesh:
+def laid_out(planning: Planning, world: World, network: Network, mesh: Mesh) -> Mesh:
     """The mesh with which a step takes less by estimate, that of rank 0 on every rank (collective):
     a `mesh` whose pipelines are neighbours, or the one whose replicas are."""
 
     def decide() -> str:
         try:
-            taken = {
-                one: step_seconds(options, clusters, order, machine, network, one, passes)
-                for one in (mesh, across(mesh))
-            }
+            taken = {way: step_seconds(planning, network, way) for way in (mesh, across(mesh))}
         except ValueError as error:  # who plans next says so, or finds more
             log.debug("the ranks are laid out as they are numbered: %s", error)
             return plain.to_json(mesh)
         best = min(taken, key=taken.__getitem__)
-        words = (f"{1e3 * took:.3g} ms with {one.pipelines}" for one, took in taken.items())
+        words = (f"{1e3 * took:.3g} ms with {way.pipelines}" for way, took in taken.items())
         log.info("pipelines are %s: a step takes %s", best.pipelines, ", ".join(words))
         return plain.to_json(best)
 
     return plain.from_json(Mesh, world.decided_by_rank_zero(decide))
 
 
-def step_seconds(
-    options: Options,
-    clusters: Program,
-    order: Scheduling,
-    machine: Machine,
-    network: Network,
-    mesh: Mesh,
-    passes: Passes,
-) -> float:
+def step_seconds(planning: Planning, network: Network, mesh: Mesh) -> float:
     """What a step takes on a mesh of the ranks of a network: computing, messages, reductions. 1F1B
     stands for what a search would find. Raises ValueError where there is no plan."""
-    replicas, links = options.replicated({}), network.within(mesh)
-    quick = "1f1b" if order == "search" else order
-    make = planner_of(options, clusters, quick, mesh.ranks, Place(machine, {}, replicas, passes))
-    plan = make(links, None, None)
-    program = apply(plan, replicas, {}, passes)(clusters)
-    schedule = lower(plan.schedule, program)
-    return predict(program, schedule, machine, links, network.between(mesh)).seconds
+    links = network.within(mesh)
+    quick = "1f1b" if planning.order == "search" else planning.order
+    planning = attrs.evolve(planning, order=quick, ranks=mesh.ranks)
+    plan = planning.plan(links, None, None)
+    program = apply(plan, planning.replicas, {}, planning.passes)(planning.clusters)
+    schedule, between = lower(plan.schedule, program), network.between(mesh)
+    return predict(program, schedule, planning.machine, links, between).seconds
 
 
 def across(mesh: Mesh) -> Mesh:

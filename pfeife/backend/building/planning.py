@@ -1,7 +1,7 @@
 """From what was asked for to a plan: costs, cuts, and what the planner is told."""
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import attrs
@@ -36,30 +36,30 @@ def scheduling(options: Options, program: Program) -> Scheduling:
     """How a program is scheduled. A given plan is for programs that train; others run where it has
     the stages. With the loss outside the gradients arrive when all forwards are done: GPipe, on
     the ranks of a given schedule."""
-    if isinstance(options.plan, Plan):
+    if options.plan is not None:
         return options.plan.schedule
-    given = options.schedule
+    order = options.schedule
     if program.ports(Role.LOSS):
-        return given
-    if isinstance(given, Schedule):
-        return gpipe(given.stages, given.microbatches, given.stage_ranks)
+        return order
+    if isinstance(order, Schedule):
+        return gpipe(order.stages, order.microbatches, order.stage_ranks)
     return "gpipe"
 
 
 def costs_of(options: Options, clusters: Program, target: Machine, show: Shown) -> Costs:
     """The seconds of a program of clusters. Raises ValueError for a function without `Costs`."""
-    given = options.costs
-    if isinstance(given, Costs):
-        return given
-    if given == "estimate":
+    source = options.costs
+    if isinstance(source, Costs):
+        return source
+    if source == "estimate":
         return estimate(clusters, target)
     with show.phase("measuring") as phase:
-        if callable(given):
-            found = given(clusters)
-            if not isinstance(found, Costs):
-                name = compiler_name(given)
-                raise ValueError(f"option costs={name}: it returned {found!r}, not Costs")
-            return found
+        if callable(source):
+            costs = source(clusters)
+            if not isinstance(costs, Costs):
+                name = compiler_name(source)
+                raise ValueError(f"option costs={name}: it returned {costs!r}, not Costs")
+            return costs
         cache = Path(options.cache) if options.cache else None
         compiler = None if options.compiler == "aot_eager" else BodyCompiler(options.compiler)
         return measure(clusters, compiler=compiler, cache=cache, progress=phase.progress)
@@ -69,159 +69,138 @@ UNEVEN = 1.1  # times as uneven stages as those of the sizes that a plan was mad
 Planned = tuple[Program, Plan]  # of clusters, and what was decided for it
 
 
-@attrs.frozen
-class Place:
-    """Where a program is to run: the machine, the ranks that own state, what becomes of replicas,
-    the passes that its programs go through, and `earlier` programs and their plans."""
+@attrs.frozen(eq=False)
+class Planning:
+    """A program of clusters with costs, and what its plan depends on: the options and how it is
+    scheduled, the machine, the passes that its programs go through, what becomes of replicas, the
+    ranks of a pipeline (None: as many as there are stages), those that own state, and `earlier`
+    programs with their plans."""
 
+    options: Options
+    clusters: Program
+    order: Scheduling
     machine: Machine
-    owners: Mapping[str, frozenset[int]]
-    replicas: Replicas
     passes: Passes
+    replicas: Replicas
+    ranks: int | None = None
+    owners: Mapping[str, frozenset[int]] = attrs.field(factory=dict)
     earlier: Sequence[Planned] = ()
+
+    @property
+    def microbatches(self) -> int:
+        """Those of a replica."""
+        return self.options.microbatches // self.options.replicas
+
+    def plan(
+        self, network: Network | None, progress: Progress | None, watched: Watched | None
+    ) -> Plan:
+        """A new plan, or the given one if it fits. Raises ValueError as `sched.plan` and
+        `sched.adopt_plan.adopted` do."""
+        options, cuts = self.options, self._cuts()
+        if options.plan is not None and self.clusters.ports(Role.TANGENT):
+            return self._adopted(options.plan, cuts)
+        return make_plan(
+            self.clusters,
+            machine=self.machine,
+            microbatches=self.microbatches,
+            stages=options.stages,
+            ranks=self.ranks,
+            schedule=self.order,
+            cuts=cuts,
+            memory_limit=options.memory_limit,
+            network=network,
+            optimizer=options.optimizer,
+            replicas=self.replicas,
+            search_seconds=None if options.search_work else options.search_seconds,
+            search_work=options.search_work,
+            jobs=options.jobs,
+            owners=self.owners,
+            progress=progress,
+            watched=watched,
+            recompute=options.recompute,
+            passes=self.passes,
+            message_tolerance=options.message_tolerance,
+            cut_at=options.cut_at,
+        )
+
+    def earlier_plan(self) -> Plan | None:
+        """The plan of the last one of earlier programs that train with as many clusters, each of
+        the same parameters, and the loss at the same place, if any is and its stages are about as
+        even here: without seconds, which were those of other sizes. Where a plan names what is
+        recomputed, all operations must be the same."""
+        clusters = self.clusters
+        if not clusters.ports(Role.TANGENT) or self.options.plan is not None:
+            return None
+        digest = program_digest(clusters)
+        for before, plan in reversed(self.earlier):
+            same = _units_of(before) == _units_of(clusters)
+            same &= len(before.ports(Role.LOSS)) == len(clusters.ports(Role.LOSS))
+            same &= plan.schedule.microbatches == self.microbatches
+            recomputed = any(option.names for option in plan.recompute)
+            if not same or (recomputed and plan.program != digest):
+                continue
+            then, now = (unevenness(each, plan.stage_of_cluster) for each in (before, clusters))
+            if now <= UNEVEN * then:
+                cut = attrs.evolve(
+                    plan,
+                    duplicated=cheap_to_recompute(clusters, self.machine, self.owners),
+                    stage_seconds=None,
+                    step_seconds=None,
+                    bound_seconds=None,
+                    program=digest,
+                )
+                with contextlib.suppress(ValueError):
+                    return self._adopted(cut)
+        return None
+
+    def _adopted(self, plan: Plan, cuts: tuple[int, ...] | None = None) -> Plan:
+        """A plan that was made before, as `sched.adopt_plan.adopted` takes it."""
+        optimizer, limit = self.options.optimizer, self.options.memory_limit
+        owners, replicas, passes = self.owners, self.replicas, self.passes
+        return adopted(
+            plan,
+            self.clusters,
+            microbatches=self.microbatches,
+            memory_limit=self.machine.memory if limit is None else limit,
+            curves=lambda plan: curves_of(self.clusters, plan, optimizer, replicas, owners, passes),
+            ranks=self.ranks,
+            owners=owners,
+            cuts=cuts,
+        )
+
+    def _cuts(self) -> tuple[int, ...] | None:
+        """The stage of every cluster, if it was said where to cut."""
+        options, order = self.options, self.order
+        if options.split_at:
+            return split_at(self.clusters, options.split_at)
+        if options.partition is None:
+            return None
+        count = order.stages if isinstance(order, Schedule) else options.stages or self.ranks or 1
+        return partitioned(self.clusters, options.partition, count)
 
 
 def planned(
-    options: Options,
-    clusters: Program,
-    order: Scheduling,
+    planning: Planning,
     world: World | None,
-    place: Place,
     *,
     network: Network | None,
     progress: Progress | None,
     watched: Watched | None = None,
 ) -> Plan:
-    """The plan of a program of clusters with costs, that of rank 0 on every rank: that of an
+    """The plan of a program of clusters, that of rank 0 on every rank (collective): that of an
     earlier program, if that is the same one of other sizes and there is room. Raises ValueError
-    as `sched.plan` does, or for a given plan as `sched.adopt_plan.adopted` does."""
-    ranks = world.size // options.replicas if world else None
-    ranks = len(options.devices) if options.devices else ranks
+    as `Planning.plan` does."""
 
     def make() -> Plan:
-        again = _planned_before(options, clusters, ranks, place)
-        if again is not None:
-            return again
-        return planner_of(options, clusters, order, ranks, place)(network, progress, watched)
+        earlier = planning.earlier_plan()
+        return planning.plan(network, progress, watched) if earlier is None else earlier
 
-    return _decided(make, world) if world else make()
-
-
-def _planned_before(
-    options: Options, clusters: Program, ranks: int | None, place: Place
-) -> Plan | None:
-    """The plan of the last one of earlier programs that train with as many clusters, each of the
-    same parameters, and the loss at the same place, if any is and its stages are about as even
-    here: without seconds, which were those of other sizes. Where a plan names what is recomputed,
-    all operations must be the same."""
-    if not clusters.ports(Role.TANGENT) or isinstance(options.plan, Plan):
-        return None
-    digest, microbatches = program_digest(clusters), options.microbatches // options.replicas
-    for before, plan in reversed(place.earlier):
-        same = _units_of(before) == _units_of(clusters)
-        same &= len(before.ports(Role.LOSS)) == len(clusters.ports(Role.LOSS))
-        same &= plan.schedule.microbatches == microbatches
-        recomputed = any(option.names for option in plan.recompute)
-        if not same or (recomputed and plan.program != digest):
-            continue
-        then, now = (unevenness(one, plan.stage_of_cluster) for one in (before, clusters))
-        if now <= UNEVEN * then:
-            cut = attrs.evolve(
-                plan,
-                duplicated=cheap_to_recompute(clusters, place.machine, place.owners),
-                stage_seconds=None,
-                step_seconds=None,
-                bound_seconds=None,
-                program=digest,
-            )
-            with contextlib.suppress(ValueError):
-                return _adopted(cut, options, clusters, ranks, place)
-    return None
+    if world is None:
+        return make()
+    return plain.from_json(Plan, world.decided_by_rank_zero(lambda: plain.to_json(make())))
 
 
 def _units_of(clusters: Program) -> tuple[int, dict[str, set[int]]]:
     """How many clusters there are, and which of them read each parameter."""
     held = holders(clusters, Role.PARAMETER)
     return clusters.units, {name: {call.unit for call in calls} for name, calls in held.items()}
-
-
-def _adopted(
-    plan: Plan,
-    options: Options,
-    clusters: Program,
-    ranks: int | None,
-    place: Place,
-    cuts: tuple[int, ...] | None = None,
-) -> Plan:
-    """A plan that was made before, as `sched.adopt_plan.adopted` takes it."""
-    optimizer, limit = options.optimizer, options.memory_limit
-    machine, owners, replicas, passes = place.machine, place.owners, place.replicas, place.passes
-    return adopted(
-        plan,
-        clusters,
-        microbatches=options.microbatches // options.replicas,
-        memory_limit=machine.memory if limit is None else limit,
-        curves=lambda plan: curves_of(clusters, plan, optimizer, replicas, owners, passes),
-        ranks=ranks,
-        owners=owners,
-        cuts=cuts,
-    )
-
-
-def planner_of(
-    options: Options,
-    clusters: Program,
-    order: Scheduling,
-    ranks: int | None,
-    place: Place,
-) -> Callable[[Network | None, Progress | None, Watched | None], Plan]:
-    """What makes a plan for a network, as `planned` does."""
-    microbatches = options.microbatches // options.replicas
-    cuts = _cuts(options, clusters, order, ranks)
-    optimizer, limit = options.optimizer, options.memory_limit
-    machine, owners, replicas, passes = place.machine, place.owners, place.replicas, place.passes
-    if isinstance(options.plan, Plan) and clusters.ports(Role.TANGENT):
-        given = options.plan
-        return lambda network, progress, watched: _adopted(
-            given, options, clusters, ranks, place, cuts
-        )
-    return lambda network, progress, watched: make_plan(
-        clusters,
-        machine=machine,
-        microbatches=microbatches,
-        stages=options.stages,
-        ranks=ranks,
-        schedule=order,
-        cuts=cuts,
-        memory_limit=limit,
-        network=network,
-        optimizer=optimizer,
-        replicas=replicas,
-        search_seconds=None if options.search_work else options.search_seconds,
-        search_work=options.search_work,
-        jobs=options.jobs,
-        owners=owners,
-        progress=progress,
-        watched=watched,
-        recompute=options.recompute,
-        passes=passes,
-        message_tolerance=options.message_tolerance,
-        cut_at=options.cut_at,
-    )
-
-
-def _cuts(
-    options: Options, clusters: Program, order: Scheduling, ranks: int | None
-) -> tuple[int, ...] | None:
-    """The stage of every cluster, if it was said where to cut."""
-    if options.split_at:
-        return split_at(clusters, options.split_at)
-    if options.partition is None:
-        return None
-    count = order.stages if isinstance(order, Schedule) else options.stages or ranks or 1
-    return partitioned(clusters, options.partition, count)
-
-
-def _decided(make: Callable[[], Plan], world: World) -> Plan:
-    """Rank 0's plan, or its reason that there is none, on every rank."""
-    return plain.from_json(Plan, world.decided_by_rank_zero(lambda: plain.to_json(make())))

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from pfeife.backend.together import together
 from pfeife.frontend.captured import Captured
 from pfeife.ir.parts import Role
 from pfeife.runtime.distributed.world import World
@@ -19,34 +20,29 @@ def agree_on_changed(captured: Captured, args: Sequence[Any], world: World | Non
     """Raises ValueError, on all ranks if on any, for an argument that the step changes in place
     and that shares memory with another one, or with itself: what the step reads of one memory
     under two names would have to change with it."""
-    if not captured.changed:
-        return
-    refused = None
-    try:
-        _check_apart(captured, args)
-    except ValueError as error:
-        refused = error
-    if world:
-        world.agreed("", "the arguments that the step changes in place", refused=refused)
-    elif refused:
-        raise refused
+    if captured.changed:
+        together(
+            lambda: _check_apart(captured, args),
+            world,
+            "the arguments that the step changes in place",
+        )
 
 
 def _check_apart(captured: Captured, args: Sequence[Any]) -> None:
     pairs = zip(captured.ports, args, strict=True)
     tensors = ((port, value) for port, value in pairs if port and port.role != Role.SIZE)
-    found = [(port, _extent(value)) for port, value in tensors]
-    given = captured.slots(args)
-    for port, (where, first, last) in found:
+    extents = [(port, _extent(value)) for port, value in tensors]
+    slots = captured.slots(args)
+    for port, (where, first, last) in extents:
         if port.name not in captured.changed:
             continue
-        own = given[port.name]
+        own = slots[port.name]
         if any(size > 1 and not step for size, step in zip(own.shape, own.stride(), strict=True)):
             raise ValueError(
                 f"the step changes its input {port.fqn} in place, which is expanded: several of "
                 f"its rows are one memory; hand over a copy ({port.fqn}.clone())"
             )
-        for other, (there, begin, end) in found:
+        for other, (there, begin, end) in extents:
             if other is not port and there == where and begin <= last and first <= end:
                 raise ValueError(
                     f"the step changes its input {port.fqn} in place, which shares memory with "

@@ -7,6 +7,7 @@ from torch import nn
 
 import pfeife
 from pfeife.backend.building.layout import across, step_seconds
+from pfeife.backend.building.planning import Planning
 from pfeife.backend.settings.options import Options
 from pfeife.cost import estimate, machine
 from pfeife.data.machine import Mesh
@@ -26,9 +27,9 @@ def test_the_network_decides(width, rows, better):
     clusters = pfeife.fuse()(flat)
     clusters = pfeife.annotate(estimate(clusters, core))(clusters)
     options = Options(microbatches=8, replicas=2)
+    planning = Planning(options, clusters, "1f1b", core, {}, options.replicated({}))
     found = {
-        mesh: step_seconds(options, clusters, "1f1b", core, two_nodes(), mesh, {})
-        for mesh in (NEIGHBOURS, across(NEIGHBOURS))
+        mesh: step_seconds(planning, two_nodes(), mesh) for mesh in (NEIGHBOURS, across(NEIGHBOURS))
     }
     assert min(found, key=found.__getitem__) == better
     assert max(found.values()) > 2 * min(found.values()), found
