@@ -7,10 +7,10 @@ from torch import fx
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pfeife import _torch
+from pfeife.backend.batched_graph import BatchedGraph
 from pfeife.backend.context import Context
 from pfeife.backend.graph_break_steps import PieceSteps
 from pfeife.backend.graph_breaks import Piece
-from pfeife.backend.graphs import BatchedGraph
 from pfeife.backend.settings.options import Options, options_from
 from pfeife.backend.settings.options_typed import with_options
 from pfeife.backend.step_modules import hooks_of

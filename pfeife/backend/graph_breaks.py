@@ -17,7 +17,7 @@ from torch import fx
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pfeife import _torch
-from pfeife.backend.graphs import BatchedGraph
+from pfeife.backend.batched_graph import BatchedGraph
 from pfeife.backend.settings.options import Options
 from pfeife.frontend.arguments import Argument, fake_like
 from pfeife.frontend.capture import reduced_as
