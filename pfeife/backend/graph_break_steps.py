@@ -37,7 +37,6 @@ class PieceSteps(Steps):
         super().__init__(backend, piece, name)
         self.piece, self.broken = piece, broken
         self.whole: set[tuple] = set()  # the shapes of which it runs as it is
-        self.why = ""  # what kept it from being cut
 
     @property
     def parts(self) -> Parts:
@@ -57,9 +56,9 @@ class PieceSteps(Steps):
             try:
                 tensors = super().__call__(args, options, sent)
                 self.parts.shared.add(self.name, self.piece.shared(tensors, args))
-                found = self.piece.results(tensors, args)
-                self.piece.note(found)
-                return found
+                results = self.piece.results(tensors, args)
+                self.piece.note(results)
+                return results
             except _RunsWhole as refused:
                 self.whole.add(key)
                 self._note_whole(args, str(refused))
@@ -76,16 +75,14 @@ class PieceSteps(Steps):
         refused: list[ValueError] = []
         for way in self._ways(builder, args, world):
             try:
-                found = super()._built(way, args, world, show)
+                compiled = super()._built(way, args, world, show)
             except ValueError as error:
                 refused.append(error)
             else:
-                self.why = _first_line(refused[0]) if refused else ""
-                return found
+                return attrs.evolve(compiled, uncut=_first_line(refused[0]) if refused else "")
         if refused and world and (_owned(world, args) or self._differs(args, world)):
             raise refused[0]
-        why = _first_line(refused[0]) if refused else "it has no parameters"
-        raise _RunsWhole(why)
+        raise _RunsWhole(_first_line(refused[0]) if refused else "it has no parameters")
 
     def _ways(
         self, builder: Builder, args: Sequence[Any], world: World | None
@@ -113,7 +110,7 @@ class PieceSteps(Steps):
     def _differs(self, args: Sequence[Any], world: World) -> bool:
         """Whether ranks have other values than one another (collective)."""
         pairs = zip(self.graph.inputs.arguments, args, strict=True)
-        tensors = {a.names[0]: one for a, one in pairs if isinstance(one, torch.Tensor)}
+        tensors = {a.names[0]: value for a, value in pairs if isinstance(value, torch.Tensor)}
         return bool(world.differing(tensors))
 
     def explained(self, args: Sequence[Any], show: Shown) -> Part:
@@ -127,30 +124,30 @@ class PieceSteps(Steps):
         return self._noted(self._part(compiled), compiled.summary)
 
     def _part(self, compiled: Compiled) -> Part:
-        cut, asked = compiled.microbatches, self.backend.options.microbatches
         instead = "runs on one rank" if compiled.program.units == 1 else ""
-        if cut < asked:
+        if compiled.microbatches < self.backend.options.microbatches:
             instead = "is not cut into microbatches"
-        because = f"{instead}, since {self.why}" if instead and self.why else instead
-        return Part(because, compiled.seconds, self.broken)
+        why = f", since {compiled.uncut}" if instead and compiled.uncut else ""
+        return Part(f"{instead}{why}", compiled.seconds, self.broken)
 
     def _whole(self, args: Sequence[Any], why: str) -> Part:
         """Of a graph that runs as it is; its seconds are estimated once."""
-        known = self.parts.found.get(self)
-        options = _one_microbatch(self.backend.options)
-        builder = attrs.evolve(self.backend.builder, options=options)
-        seconds = (
-            known.seconds if known else estimated_seconds(builder, self.piece, args, self.artifacts)
-        )
+        before = self.parts.by_runner.get(self)
+        if before is None:
+            options = _one_microbatch(self.backend.options)
+            builder = attrs.evolve(self.backend.builder, options=options)
+            seconds = estimated_seconds(builder, self.piece, args, self.artifacts)
+        else:
+            seconds = before.seconds
         return Part(f"runs whole, since {why}", seconds, self.broken)
 
     def _note_whole(self, args: Sequence[Any], why: str) -> None:
-        world, said = world_so_far(), self._noted(self._whole(args, why), "")
+        world, words = world_so_far(), self._noted(self._whole(args, why), "")
         show = shown(log, progress=False, rank=world.rank if world else 0)
-        log.log(show.level, "%scompiled %s: %s", show.who, self.name, said)
+        log.log(show.level, "%scompiled %s: %s", show.who, self.name, words)
 
     def _noted(self, part: Part, summary: str) -> str:
-        self.parts.found[self] = part
+        self.parts.by_runner[self] = part
         return "; ".join(filter(None, (summary, part.instead, self.parts.summary)))
 
 

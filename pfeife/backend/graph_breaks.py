@@ -6,6 +6,7 @@ Each graph computes what eager does on the whole batch: in microbatches where th
 one if not, or as it is.
 """
 
+import functools
 import logging
 import weakref
 from collections.abc import Iterable, Sequence
@@ -40,19 +41,21 @@ class Piece(BatchedGraph):
 
     def __init__(self, module: fx.GraphModule, examples: Sequence[Any], rows: WeakIdKeyDictionary):
         self.whole, self.rows = module, rows
-        self.places = [rows.get(one) if _is_tensor(one) else None for one in examples]
+        self.places = [rows.get(value) if _is_tensor(value) else None for value in examples]
         self.values = [_example(node) for node in returned(module)]
         self.tensors = [i for i, value in enumerate(self.values) if _is_tensor(value)]
         alone = module if len(self.tensors) == len(self.values) else _without(module, self.tensors)
         super().__init__(alone, examples)
+        self.marked |= any(dim is not None for dim in self.places)
         self.sure = False  # what the caller has said is about the batch that the step was given
         self.shows = False  # only rules tell what holds for every batch
         self.is_open = False  # what runs as it is does so at one shape
 
     def key(self, args: Sequence[Any]) -> tuple:
         """What is known of a call: the shapes, and all numbers."""
-        shapes = (tuple(one.shape) if _is_tensor(one) else repr(float(one)) for one in args)
-        return tuple(shapes)
+        return tuple(
+            tuple(value.shape) if _is_tensor(value) else repr(float(value)) for value in args
+        )
 
     def check(self, args: Sequence[Any], options: Options) -> None:
         """Nothing: each shape is captured, and what cannot be cut runs whole."""
@@ -60,11 +63,10 @@ class Piece(BatchedGraph):
     def _batch_sizes(self, examples: Sequence[Any]) -> list[Any]:
         """The sizes of the rows that earlier graphs have returned, if they have."""
         pairs = zip(self.shapes, self.places, strict=True)
-        known = [shape[dim] for shape, dim in pairs if dim is not None]
-        if not known:
+        returned_sizes = [shape[dim] for shape, dim in pairs if dim is not None]
+        if not returned_sizes:
             return super()._batch_sizes(examples)
-        self.marked = True
-        return [size for size in known if not isinstance(size, int)]
+        return [size for size in returned_sizes if not isinstance(size, int)]
 
     def _dim(self, argument: Argument, shape: Sequence[Any]) -> int | None:
         """Where the batch is, if it can be in one place."""
@@ -72,12 +74,12 @@ class Piece(BatchedGraph):
 
     def results(self, tensors: Sequence[torch.Tensor], args: Sequence[Any]) -> list[Any]:
         """All results of the graph, sizes too, from those that are tensors."""
-        given = dict(zip(self.tensors, tensors, strict=True))
-        others = [i for i in range(len(self.values)) if i not in given]
-        wanted = [self.values[i] for i in others]
-        numbers = _torch.numbers_of(wanted, self.step.arguments, args)
-        found = given | dict(zip(others, numbers, strict=True))
-        return [found[index] for index in range(len(self.values))]
+        places = range(len(self.values))
+        others = [index for index in places if index not in self.tensors]
+        sizes = [self.values[index] for index in others]
+        numbers = _torch.numbers_of(sizes, self.step.arguments, args)
+        results = dict(zip([*self.tensors, *others], [*tensors, *numbers], strict=True))
+        return [results[index] for index in places]
 
     def note(self, results: Sequence[Any]) -> None:
         """Remembers where the batch is in what goes to the step's Python."""
@@ -88,14 +90,14 @@ class Piece(BatchedGraph):
 
     def shared(self, tensors: Sequence[torch.Tensor], args: Sequence[Any]) -> list[torch.Tensor]:
         """What looks at one memory in eager, of results that are tensors and of arguments."""
-        found = [tensors[index] for index in self.step.shared()]
         pairs = enumerate(zip(self.step.arguments, args, strict=True))
-        given = [one for at, (like, one) in pairs if _is_tensor(like) and self._is_seen(at)]
-        return [*found, *given]
-
-    def _is_seen(self, at: int) -> bool:
-        """Whether a result looks at an argument's memory."""
-        return any(self.step.is_itself(at, index) for index in range(len(self.tensors)))
+        places = range(len(self.tensors))
+        seen = [
+            value
+            for at, (example, value) in pairs
+            if _is_tensor(example) and any(self.step.is_itself(at, index) for index in places)
+        ]
+        return [*(tensors[index] for index in self.step.shared()), *seen]
 
     def capture(self, args: Sequence[Any], options: Options) -> Captured:
         """The program. Raises ValueError for whatever keeps it from being captured."""
@@ -104,16 +106,17 @@ class Piece(BatchedGraph):
         except (ValueError, PipelineError):
             raise
         except Exception as error:  # Dynamo's graph at sizes that it was not made for
-            said = (str(error).strip() or "it failed").splitlines()[0]
-            raise ValueError(f"{type(error).__name__}: {said}") from error
+            line = (str(error).strip() or "it failed").splitlines()[0]
+            raise ValueError(f"{type(error).__name__}: {line}") from error
 
     def _loss(self) -> Loss:
         """Inside only what alone is differentiable: everything else may be differentiated too."""
-        found = [i for i, one in enumerate(self.step.results) if one.requires_grad]
-        if len(found) != 1 or self.step.results[found[0]].dim() or not torch.is_grad_enabled():
+        results, leaves = self.step.results, self.step.leaves
+        trained = [index for index, result in enumerate(results) if result.requires_grad]
+        if len(trained) != 1 or results[trained[0]].dim() or not torch.is_grad_enabled():
             return "outside"
-        leaves = self.step.leaves
-        return None if leaves is None or found[0] in {one.index for one in leaves} else "outside"
+        is_returned = leaves is None or any(leaf.index == trained[0] for leaf in leaves)
+        return None if is_returned else "outside"
 
     def _cut(self, args: Sequence[Any], options: Options) -> Captured:
         """The program of a microbatch. Raises ValueError unless all microbatches together are
@@ -122,9 +125,9 @@ class Piece(BatchedGraph):
         for argument, shape, dim, value in inputs:
             several = sum(self._is_batch(size) for size in shape) > 1
             if dim is None and _is_tensor(value) and (several or value.grad_fn is not None):
-                found = "several dimensions that may be" if several else "no dimension that is"
+                dims = "several dimensions that may be" if several else "no dimension that is"
                 raise ValueError(
-                    f"{argument.names[0]} {list(value.shape)} has {found} that of the batch"
+                    f"{argument.names[0]} {list(value.shape)} has {dims} that of the batch"
                 )
         own = attrs.evolve(options, loss=self._loss(), reduce={}, loss_reduction="auto")
         captured = super().capture(args, own)
@@ -160,10 +163,10 @@ class Piece(BatchedGraph):
 
     def check_unseen(self, captured: Captured) -> None:
         """Raises ValueError unless the graph itself tells that no row depends on others."""
-        for found in derive(captured.program).values():
-            if isinstance(found, Unknown):
+        for how in derive(captured.program).values():
+            if isinstance(how, Unknown):
                 raise ValueError(
-                    f"whether rows depend on one another is not known, because of {found}"
+                    f"whether rows depend on one another is not known, because of {how}"
                 )
 
 
@@ -174,13 +177,13 @@ def _alone(port: Port) -> Port:
     return reduced_as(port, "last") if port.role == Role.OUTPUT else port
 
 
-def _without(module: fx.GraphModule, kept: Sequence[int]) -> fx.GraphModule:
+def _without(module: fx.GraphModule, tensors: Sequence[int]) -> fx.GraphModule:
     """A graph that returns some of its results."""
-    found = copied(module)
-    output = next(node for node in reversed(found.graph.nodes) if node.op == "output")
-    output.args = (tuple(output.args[0][index] for index in kept),)
-    found.recompile()
-    return found
+    copy = copied(module)
+    output = next(node for node in reversed(copy.graph.nodes) if node.op == "output")
+    output.args = (tuple(output.args[0][index] for index in tensors),)
+    copy.recompile()
+    return copy
 
 
 def _example(node: Any) -> Any:
@@ -197,12 +200,14 @@ class Shared:
     and what the graph was given. Who writes to one of them must write to none of these."""
 
     def __init__(self) -> None:
-        self.new: list[tuple[torch.Tensor, int, str]] = []  # held until they have been checked
+        # Each with its version and the name of its graph; held until it has been checked once.
+        self.new: list[tuple[torch.Tensor, int, str]] = []
         self.seen: list[tuple[weakref.ref[torch.Tensor], int, str]] = []
 
     def forget(self) -> None:
         """Another step begins."""
-        self.new, self.seen = [], []
+        self.new.clear()
+        self.seen.clear()
 
     def check(self) -> None:
         """Raises RuntimeError if one of them has been written to."""
@@ -214,12 +219,12 @@ class Shared:
                     "given was changed in place, and another result of it looks at the same "
                     "memory: with Pfeife that is a copy. Make a new tensor instead (a = a + 1)"
                 )
-        self.seen += [(weakref.ref(tensor), *rest) for tensor, *rest in self.new]  # type: ignore[misc]
-        self.new = []
+        self.seen.extend((weakref.ref(tensor), version, name) for tensor, version, name in self.new)
+        self.new.clear()
 
     def add(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
         """Watches what a graph of that name shares."""
-        self.new += [(one, version_of(one), name) for one in tensors]
+        self.new.extend((tensor, version_of(tensor), name) for tensor in tensors)
 
 
 @attrs.frozen
@@ -235,7 +240,7 @@ class Part:
 
 def share_of(parts: Iterable[Part]) -> float:
     """How much of the known time of some graphs is pipelined, from 0 to 1."""
-    seconds = [(not one.instead, one.seconds or 0.0) for one in parts]
+    seconds = [(not part.instead, part.seconds or 0.0) for part in parts]
     total = sum(each for _, each in seconds)
     return sum(each for piped, each in seconds if piped) / total if total else 0.0
 
@@ -244,10 +249,10 @@ class Parts:
     """What became of the graphs of a broken step, by whoever runs them."""
 
     def __init__(self) -> None:
-        self.found: dict[Any, Part] = {}
+        self.by_runner: dict[Any, Part] = {}
         self.shared = Shared()
         self.first: Any = None
-        self.told = False
+        self.warn = functools.cache(self._warn)  # once
 
     def begin(self, who: Any, *, warn: bool) -> None:
         """Someone's graph is about to run. If that is the first graph of another step, all are
@@ -257,13 +262,13 @@ class Parts:
         if again:
             self.shared.forget()
         self.shared.check()
-        if not again or not warn or self.told or self.share() >= 0.5:
-            return
-        whole = [one for one in self.found.values() if one.instead]
-        if not whole:
-            return
-        self.told = True
-        worst = max(whole, key=lambda one: one.seconds or 0.0)
+        is_whole = any(part.instead for part in self.by_runner.values())
+        if again and warn and is_whole and self.share() < 0.5:
+            self.warn()
+
+    def _warn(self) -> None:
+        whole = [part for part in self.by_runner.values() if part.instead]
+        worst = max(whole, key=lambda part: part.seconds or 0.0)
         log.warning(
             "%s: the break that costs most is %s (%s); its graph %s",
             *(self.summary.replace(" so far", ""), *worst.broken, worst.instead),
@@ -271,16 +276,16 @@ class Parts:
 
     def share(self) -> float:
         """How much of the time of the graphs so far is pipelined."""
-        return share_of(self.found.values())
+        return share_of(self.by_runner.values())
 
     @property
     def summary(self) -> str:
         """How many of the graphs so far are pipelined, and how much of their time."""
-        parts = self.found.values()
-        seconds = sum(one.seconds or 0.0 for one in parts)
-        unknown = sum(one.seconds is None for one in parts)
+        parts = self.by_runner.values()
+        seconds = sum(part.seconds or 0.0 for part in parts)
+        unknown = sum(part.seconds is None for part in parts)
         beside = f", the time of {unknown} is not known" if unknown else ""
         return (
-            f"of the step's {len(parts)} graphs so far {sum(not one.instead for one in parts)} are "
-            f"pipelined, {100 * self.share():.0f} % of {seconds:.2g} s (estimated{beside})"
+            f"of the step's {len(parts)} graphs so far {sum(not part.instead for part in parts)} "
+            f"are pipelined, {100 * self.share():.0f} % of {seconds:.2g} s (estimated{beside})"
         )

@@ -46,8 +46,9 @@ class Compiled:
     """One graph at one shape, ready to run: what was captured, decided and built. `history` has the
     programs on the way, `devices` where its state shall live in one process, by its ports, `target`
     what was planned for, `tried` what a search has looked at here, `said` what has been
-    logged, `fitting` the sizes that were found to keep to the limit of memory, and `asked` the call
-    that it was built for, in words by what they are about."""
+    logged, `fitting` the sizes that were found to keep to the limit of memory, `asked` the call
+    that it was built for, in words by what they are about, and `uncut` what has kept a graph of a
+    broken step from being cut."""
 
     captured: Captured
     clusters: Program
@@ -64,6 +65,7 @@ class Compiled:
     said: set[str] = attrs.field(factory=set, repr=False)
     fitting: list[dict[str, int]] = attrs.field(factory=list, repr=False)
     asked: Mapping[str, str] = attrs.field(factory=dict, repr=False)
+    uncut: str = attrs.field(default="", repr=False)
 
     def __repr__(self) -> str:
         """A page: what was built and decided, and a line for each pass on the way."""

@@ -29,6 +29,8 @@ from pfeife.backend.settings.option_table import (
 from pfeife.data.replicas import Replicas
 from pfeife.version import VERSION
 
+FIELDS = [field for section in SECTIONS for field in attrs.fields(section)]
+
 
 @attrs.frozen
 class Row:
@@ -109,10 +111,10 @@ class Options(
     @property
     def texts(self) -> dict[str, str]:
         """What every option is, as all ranks write it."""
-        fields = [field for field in attrs.fields(Options) if field.repr]
         return {
             field.name: (field.repr if callable(field.repr) else repr)(getattr(self, field.name))
-            for field in fields
+            for field in FIELDS
+            if field.repr
         }
 
     @property
@@ -139,7 +141,7 @@ def versions() -> tuple[str, ...]:
 
 def options_from(asked: Mapping[str, Any]) -> Options:
     """Options from a mapping. Raises ValueError for a name that is none, or a wrong value."""
-    names = [field.name for section in SECTIONS for field in attrs.fields(section)]
+    names = [field.name for field in FIELDS]
     unknown = sorted(map(str, set(asked) - set(names)))
     if unknown:
         near = [close for name in unknown for close in get_close_matches(name, names, n=1)]
