@@ -1,5 +1,6 @@
 """What all steps of a backend share: options, what builds, the clock, and all that was built."""
 
+import functools
 import os
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from pfeife.backend.building.builder import Builder
 from pfeife.backend.building.compiled import Compiled
 from pfeife.backend.calls.meter import Meter
 from pfeife.backend.graph_breaks import Parts
+from pfeife.backend.settings.option_table import Batch
 from pfeife.backend.settings.options import Options, versions
 from pfeife.cost import machine
 from pfeife.data import plain
@@ -25,26 +27,25 @@ class Context:
         self.compiled: list[Compiled] = []
         # Of a step that Dynamo has broken: with gradients, and without.
         self.parts = {True: Parts(), False: Parts()}
-        given = options.machine
-        target = given if isinstance(given, Machine | None) else machine(given)
-        links = options.network
-        network = links if isinstance(links, Network | None) else _measured(links)
+        target, network = options.machine, options.network
+        target = target if isinstance(target, Machine | None) else machine(target)
+        network = network if isinstance(network, Network | None) else _measured(network)
         self.builder = Builder(options, target, network)
         self.alike = [*versions(), self.builder.asked]  # on every rank
         self.meter = Meter(options.log_every, options.on_step, target, options.optimizer)
-        self.known: dict[tuple[bool, int], Options] = {}
+        self._options_for = functools.cache(self._made_options)
 
     def options_for(self, world: World | None, microbatches: int | None = None) -> Options:
         """The options of a call, which may be cut into fewer microbatches than others. One process
         is given the batch of all replicas."""
         count = self.options.microbatches if microbatches is None else microbatches
-        key = world is None, count
-        if key not in self.known:
-            batch = self.options.batch if world else "global"
-            same = (count, batch) == (self.options.microbatches, self.options.batch)
-            made = attrs.evolve(self.options, microbatches=count, batch=batch)
-            self.known[key] = self.options if same else made
-        return self.known[key]
+        return self._options_for(count, self.options.batch if world else "global")
+
+    def _made_options(self, count: int, batch: Batch) -> Options:
+        # The options themselves where nothing differs: what is built by them is told by identity.
+        if (count, batch) == (self.options.microbatches, self.options.batch):
+            return self.options
+        return attrs.evolve(self.options, microbatches=count, batch=batch)
 
 
 def _measured(path: str | os.PathLike[str]) -> Network:

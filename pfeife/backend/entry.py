@@ -59,35 +59,27 @@ class Backend(Context):
     def steps(self, module: fx.GraphModule, examples: Sequence[Any]) -> Steps:
         """What is built of a graph, while Dynamo compiles it. Raises ValueError as the graphs do,
         and for an option that comes too late."""
-        if self.options.batch == "rank0":
-            raise ValueError(
-                'option batch="rank0": Dynamo calls this backend with the arguments of its own '
-                "rank; use pfeife.compile(step, ...), which asks rank 0 for them first"
-            )
-        if self.options.in_dims != 0:
-            raise ValueError(
-                f"option in_dims={self.options.in_dims}: it is one of pfeife.compile, which cuts "
-                "the batch by itself; say where it is with torch._dynamo.mark_dynamic"
-            )
-        if self.options.param_dtype is not None:
-            raise ValueError(
-                f"option param_dtype={self.options.param_dtype}: it is one of pfeife.compile, "
-                "which captures the step by itself; torch.compile has captured it with the "
-                "parameters as they are"
-            )
+        options = self.options
+        too_late = {
+            "batch": options.batch == "rank0",
+            "in_dims": options.in_dims != 0,
+            "param_dtype": options.param_dtype is not None,
+        }
+        for option in (option for option, is_asked in too_late.items() if is_asked):
+            raise ValueError(f"option {option}={getattr(options, option)!r}: {_TOO_LATE[option]}")
         name, broken = _torch.frame_name(), _torch.graph_break()
         if not broken:
             steps = Steps(self, BatchedGraph(module, examples, self.losses), name)
             return self.known_steps(steps, module)
-        if self.options.batch != "global":
+        if options.batch != "global":
             raise ValueError(
-                f"option batch={self.options.batch!r}: {name} is broken into several graphs, and "
+                f"option batch={options.batch!r}: {name} is broken into several graphs, and "
                 f"what is computed between them would be of one replica "
                 f"({broken[0] or broken[1]}); use pfeife.compile(step, ...), or give every rank "
                 "the whole batch"
             )
         for option in ("log_every", "on_step"):
-            if getattr(self.options, option) is not None:
+            if getattr(options, option) is not None:
                 raise ValueError(
                     f"option {option}: {name} is broken into several graphs, each with figures of "
                     f"its own ({broken[0] or broken[1]}); use pfeife.compile(step, ...)"
@@ -116,6 +108,15 @@ class Backend(Context):
         return earlier
 
 
+# Of options that come too late for torch.compile's backend.
+_TOO_LATE = {
+    "batch": "Dynamo calls this backend with the arguments of its own rank; use "
+    "pfeife.compile(step, ...), which asks rank 0 for them first",
+    "in_dims": "it is one of pfeife.compile, which cuts the batch by itself; say where it is with "
+    "torch._dynamo.mark_dynamic",
+    "param_dtype": "it is one of pfeife.compile, which captures the step by itself; torch.compile "
+    "has captured it with the parameters as they are",
+}
 _HOOKS = (
     "a hook of a module has been added, changed or taken away since torch.compile has captured the "
     "step, whose graph has those of before: call torch._dynamo.reset() and compile the step again, "
@@ -156,5 +157,5 @@ def entry(
     who = _torch.who_compiles()
     if who not in _named:
         _named[who] = backend(**(options or {}))
-    found: Callable = _named[who](module, examples)
-    return found
+    run: Callable = _named[who](module, examples)
+    return run

@@ -275,74 +275,92 @@ def _by_backend(
     made: dict[str, Any] = {"parts": tuple((one.name, part) for one, part in parts.items())}
     if whole and not parts and not found.stages:
         one = next(iter(whole.values()))
-        told = attrs.asdict(_of_graph(found.step, one), recurse=False)
+        explained = attrs.asdict(_of_graph(found.step, one), recurse=False)
         keys = ("summary", "seconds", "stages", "clusters", "lines", "warnings")
-        made |= {key: told[key] for key in keys}
+        made |= {key: explained[key] for key in keys}
     if refused:
         made["refused"] = {**found.refused, "backend": refused[0]}
     return made
 
 
-def _text(one: Explanation) -> Iterator[str]:
+def _text(explained: Explanation) -> Iterator[str]:
     """All of an explanation, a line each."""
-    yield one.why
-    for door, said in one.refused.items():
-        if said not in one.why:
-            yield f"refused ({door}): {said}"
-    if one.stages:
-        yield f"100 % of it is pipelined: {one.summary}"
-        yield from _clusters(one)
-    yield from (f"warning: {said}" for said in one.warnings)
-    if one.premises:
-        yield from _premises(one.premises)
-    if one.parts:
-        yield from _parts(one)
+    yield explained.why
+    for door, refusal in explained.refused.items():
+        if refusal not in explained.why:
+            yield f"refused ({door}): {refusal}"
+    if explained.stages:
+        yield f"100 % of it is pipelined: {explained.summary}"
+    if explained.stages and explained.lines and explained.seconds:
+        yield from _clusters(explained)
+    yield from (f"warning: {warning}" for warning in explained.warnings)
+    if explained.premises:
+        counted = Counter(premise.kind for premise in explained.premises)
+        kinds = [f"{count} x {kind}" for kind, count in counted.most_common(MOST)]
+        kinds += [f"{len(counted) - MOST} kinds more"] if len(counted) > MOST else []
+        yield f"assumed: {', '.join(kinds)}"
+        answers = [premise for premise in explained.premises if premise.kind == "answer"]
+        yield from _first([f"  {answer}" for answer in answers])
+    if explained.parts:
+        yield from _parts(explained)
 
 
-def _clusters(one: Explanation) -> Iterator[str]:
-    if not one.lines or not one.seconds:
-        return
-    total = sum(line.seconds for line in one.lines)
-    largest = one.lines[0].largest / total
+def _clusters(explained: Explanation) -> Iterator[str]:
+    """What the model's lines have become, the largest cluster first."""
+    total = sum(line.seconds for line in explained.lines)
+    largest = explained.lines[0].largest / total
     yield (
-        f"{one.clusters} clusters, the largest with {largest:.1%} of the time, so no more than "
-        f"{int(1 / largest)} stages can be even; by lines of the model:"
+        f"{explained.clusters} clusters, the largest with {largest:.1%} of the time, so no more "
+        f"than {int(1 / largest)} stages can be even; by lines of the model:"
     )
-    for line in one.lines[:MOST]:
-        several = f"{line.clusters} clusters, {line.seconds / total:.1%} together, the largest "
-        where = f" ({line.module})" if line.module else ""
-        yield f"  {several}{line.largest / total:.1%}{where}: {line.line}"
-    yield from _more(one.lines)
+    rows = [
+        (
+            line.clusters,
+            f"{line.seconds / total:.1%}",
+            f"{line.largest / total:.1%}",
+            line.module,
+            line.line,
+        )
+        for line in explained.lines
+    ]
+    yield from _table(rows, ("clusters", "together", "the largest", "module", "line"))
 
 
-def _premises(premises: Sequence[Assumption]) -> Iterator[str]:
-    counted = Counter(one.kind for one in premises)
-    said = [f"{count} x {kind}" for kind, count in counted.most_common(MOST)]
-    said += [f"{len(counted) - MOST} kinds more"] if len(counted) > MOST else []
-    yield f"assumed: {', '.join(said)}"
-    answers = [one for one in premises if one.kind == "answer"]
-    yield from (f"  {one}" for one in answers[:MOST])
-    yield from _more(answers)
-
-
-def _parts(one: Explanation) -> Iterator[str]:
-    share = 100 * share_of(part for _, part in one.parts)
+def _parts(explained: Explanation) -> Iterator[str]:
+    """What has become of the graphs of a step that Dynamo breaks, and what each break costs."""
+    parts, share = explained.parts, 100 * share_of(part for _, part in explained.parts)
     yield (
-        f'with backend="pfeife" Dynamo makes {len(one.parts)} graphs of it, and {share:.0f} % of '
+        f'with backend="pfeife" Dynamo makes {len(parts)} graphs of it, and {share:.0f} % of '
         "their time is pipelined:"
     )
-    total = sum(part.seconds or 0.0 for _, part in one.parts) or 1.0
-    for name, part in one.parts[: 2 * MOST]:
-        each = "?" if part.seconds is None else f"{100 * part.seconds / total:.0f}"
-        yield f"  {each} %  {name} {part.instead or 'is pipelined'}"
-    yield from _more(one.parts, 2 * MOST)
-    yield f"{len(one.breaks)} breaks, with what is lost by each:"
-    for broken in one.breaks[:MOST]:
-        lost = [p.seconds or 0.0 for _, p in one.parts if p.broken == broken and p.instead]
-        yield f"  {100 * sum(lost) / total:.0f} %  {broken[0]}: {broken[1]}"
-    yield from _more(one.breaks)
+    total = sum(part.seconds or 0.0 for _, part in parts) or 1.0
+    rows = [
+        (
+            "?" if part.seconds is None else f"{part.seconds / total:.0%}",
+            name,
+            part.instead or "is pipelined",
+        )
+        for name, part in parts
+    ]
+    yield from _table(rows, ("time", "graph", "it"), 2 * MOST)
+    yield f"{len(explained.breaks)} breaks, with what is lost by each:"
+    lost = dict.fromkeys(explained.breaks, 0.0)
+    for part in (part for _, part in parts if part.instead and part.broken in lost):
+        lost[part.broken] += (part.seconds or 0.0) / total
+    broken = [(f"{share:.0%}", *each) for each, share in lost.items()]
+    yield from _table(broken, ("time", "why", "line"))
 
 
-def _more(every: Sequence[Any], shown: int = MOST) -> Iterator[str]:
-    if len(every) > shown:
-        yield f"  and {len(every) - shown} more"
+def _table(
+    rows: Sequence[Sequence[object]], head: Sequence[str], shown: int = MOST
+) -> Iterator[str]:
+    heads, lines, *table = report.table(rows, head).splitlines()
+    yield from (f"  {line}" for line in (heads, lines))
+    yield from _first([f"  {line}" for line in table], shown)
+
+
+def _first(lines: Sequence[str], shown: int = MOST) -> Iterator[str]:
+    """Some lines, and how many others there are."""
+    yield from lines[:shown]
+    if len(lines) > shown:
+        yield f"  and {len(lines) - shown} more"

@@ -95,7 +95,7 @@ def test_the_graphs_of_the_backend():
     assert found.pipelined == 1.0 and "Dynamo makes 2 graphs of it, and 100 %" in str(found)
     backend = pfeife.backend(**OPTIONS)
     torch.compile(step, backend=backend, dynamic=True)(x)
-    expected = backend.parts[True].found.values()
+    expected = backend.parts[True].by_runner.values()
     assert list(expected) == [part for _, part in found.parts]
 
 

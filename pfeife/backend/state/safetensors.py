@@ -1,5 +1,6 @@
 """A model as files of safetensors with an index, as Hugging Face has large models."""
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from pfeife.backend.state.restoring import plain_name
+from pfeife.backend.together import together
 from pfeife.data import files
 from pfeife.runtime.distributed.liveness.heartbeat import Activity
 from pfeife.runtime.distributed.process_group import world_so_far
@@ -46,7 +48,7 @@ def save_safetensors(
         all_state(model, world, "save_safetensors") if world else model.state_dict(keep_vars=True)
     )
     _on_all_ranks(lambda: _check(folder, model, state, world), world)
-    shards = _shards({plain_name(name): one for name, one in state.items()}, world, shard_bytes)
+    shards = _shards({plain_name(name): value for name, value in state.items()}, world, shard_bytes)
     count = len(shards)
     names = [f"model-{at:05}-of-{count:05}.safetensors" for at in range(1, count + 1)]
     named = dict(zip(names if count > 1 else ["model.safetensors"], shards, strict=True))
@@ -58,10 +60,10 @@ def _check(folder: Path, model: nn.Module, state: Mapping[str, Any], world: Worl
     if world is not None:
         check_hooks(model, state, world)
     folder.mkdir(parents=True, exist_ok=True)
-    there = sorted(one.name for one in folder.glob("*.safetensors*"))
+    there = sorted(file.name for file in folder.glob("*.safetensors*"))
     if there:
         raise ValueError(f"{folder} has {there[0]} already: give a new folder")
-    other = [name for name, one in state.items() if not isinstance(one, torch.Tensor)]
+    other = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
     if other:
         raise ValueError(f"{other[0]} is no tensor, and safetensors have nothing else")
 
@@ -69,19 +71,19 @@ def _check(folder: Path, model: nn.Module, state: Mapping[str, Any], world: Worl
 def _shards(state: Mapping[str, Any], world: World | None, largest: int) -> list[Shard]:
     """All ranks make the same of it: every tensor is written by the first rank that trains it."""
     names: dict[int, str] = {}  # a tied tensor once
-    for name, one in state.items():
-        names.setdefault(id(one), name)
+    for name, tensor in state.items():
+        names.setdefault(id(tensor), name)
     by_rank: dict[int, list[dict[str, torch.Tensor]]] = {}
     room: dict[int, int] = {}  # in the last file of a rank
     for name in names.values():
-        one, owned = state[name].detach(), owner_of(state[name], world)
+        tensor, owned = state[name].detach(), owner_of(state[name], world)
         rank = owned.first if owned else 0
-        mine = by_rank.setdefault(rank, [])
-        if not mine or room[rank] < one.nbytes:
-            mine.append({})
+        shards = by_rank.setdefault(rank, [])
+        if not shards or room[rank] < tensor.nbytes:
+            shards.append({})
             room[rank] = largest
-        mine[-1][name] = one
-        room[rank] -= one.nbytes
+        shards[-1][name] = tensor
+        room[rank] -= tensor.nbytes
     return [Shard(rank, tensors) for rank in sorted(by_rank) for tensors in by_rank[rank]]
 
 
@@ -93,48 +95,41 @@ def _write(folder: Path, shards: Mapping[str, Shard], world: World | None) -> No
     for name, shard in shards.items():
         if world is None or shard.rank == world.rank:
             beside = folder / f".{name}.new"
-            tensors = {key: _dense(one) for key, one in shard.tensors.items()}
+            tensors = {key: _dense(tensor) for key, tensor in shard.tensors.items()}
             save_file(tensors, beside, metadata={"format": "pt"})
             with beside.open("rb") as file:
                 os.fsync(file.fileno())
             beside.replace(folder / name)
 
 
-def _dense(one: torch.Tensor) -> torch.Tensor:
-    """A tensor in memory of its own."""
-    alone = one.is_contiguous() and one.untyped_storage().nbytes() == one.nbytes
-    return one if alone else one.clone(memory_format=torch.contiguous_format)
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in memory of its own: safetensors refuse views of a larger one."""
+    alone = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if alone else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _write_index(folder: Path, shards: Mapping[str, Shard], world: World | None) -> None:
     """On rank 0."""
     if len(shards) > 1 and not (world and world.rank):
-        tensors = [one for shard in shards.values() for one in shard.tensors.values()]
+        tensors = [tensor for shard in shards.values() for tensor in shard.tensors.values()]
         where = {key: name for name, shard in shards.items() for key in shard.tensors}
-        total = {"total_size": sum(one.nbytes for one in tensors)}
+        total = {"total_size": sum(tensor.nbytes for tensor in tensors)}
         text = json.dumps({"metadata": total, "weight_map": where}, indent=2, sort_keys=True)
         files.write_text(folder / INDEX, text)
 
 
 def _on_all_ranks(do: Callable[[], None], world: World | None) -> None:
     """Does something; if that fails on any rank, all raise a ValueError."""
-    if world is None:
-        refused = _refusal(do)
-        if refused is not None:
-            raise refused
-        return
-    with world.busy(lambda: Activity("save_safetensors")):
-        world.agreed("", "save_safetensors", refused=_refusal(do))
+    with world.busy(lambda: Activity("save_safetensors")) if world else contextlib.nullcontext():
+        together(lambda: _refusing(do), world, "save_safetensors")
 
 
-def _refusal(do: Callable[[], None]) -> ValueError | None:
-    """Why something has failed; the errors of safetensors have no class in common."""
+def _refusing(do: Callable[[], None]) -> None:
+    """Does something. Raises ValueError for whatever fails: the errors of safetensors have no class
+    in common."""
     try:
         do()
-    except ValueError as error:
-        return error
+    except ValueError:
+        raise
     except Exception as error:
-        refused = ValueError(f"the model was not written: {type(error).__name__}: {error}")
-        refused.__cause__ = error
-        return refused
-    return None
+        raise ValueError(f"the model was not written: {type(error).__name__}: {error}") from error
