@@ -4,8 +4,8 @@
 torch.compile's, `settings/` what may be asked for. Read these first; `doors/` are how a step
 becomes a graph, `step_modules` is what a step is, reads and returns, `graphs` has a graph of a
 microbatch, `batched_graph` one of the whole batch, and `steps` what is built of either.
-`call_texts` is what ranks compare of a call, `together` what they refuse together, `context` what
-all steps share, `graph_breaks` and `graph_break_steps` are for a step which Dynamo has broken.
+`call_texts` is what ranks compare of a call, `context` what all steps share, `graph_breaks` and
+`graph_break_steps` are for a step which Dynamo has broken.
 `building/` makes a pipeline of a graph, `calls/` runs it, `state/` saves and loads what it trains;
 `explain` says what would become of a step, `reporting` shows what did.
 """

@@ -32,10 +32,7 @@ class BatchedGraph(Graph):
     cannot be told which symbol that is."""
 
     def __init__(
-        self,
-        module: fx.GraphModule,
-        examples: Sequence[Any],
-        losses: dict[Any, Key] | None = None,
+        self, module: fx.GraphModule, examples: Sequence[Any], losses: dict[Any, Key] | None = None
     ):
         self.module, self.inputs = module, describe(module, examples, whole=True)
         nodes = [node for node in module.graph.nodes if node.op == "placeholder"]

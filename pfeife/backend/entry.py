@@ -60,13 +60,18 @@ class Backend(Context):
         """What is built of a graph, while Dynamo compiles it. Raises ValueError as the graphs do,
         and for an option that comes too late."""
         options = self.options
-        too_late = {
-            "batch": options.batch == "rank0",
-            "in_dims": options.in_dims != 0,
-            "param_dtype": options.param_dtype is not None,
-        }
-        for option in (option for option, is_asked in too_late.items() if is_asked):
-            raise ValueError(f"option {option}={getattr(options, option)!r}: {_TOO_LATE[option]}")
+        if options.batch == "rank0":
+            raise ValueError(
+                'option batch="rank0": Dynamo calls this backend with the arguments of its own '
+                "rank; use pfeife.compile(step, ...), which asks rank 0 for them first"
+            )
+        for option, usual, what in (("in_dims", 0, "rows"), ("param_dtype", None, "parameters")):
+            if getattr(options, option) != usual:
+                raise ValueError(
+                    f"option {option}={getattr(options, option)}: it is one of pfeife.compile, "
+                    "which captures the step by itself; torch.compile has captured it with the "
+                    f"{what} as they are"
+                )
         name, broken = _torch.frame_name(), _torch.graph_break()
         if not broken:
             steps = Steps(self, BatchedGraph(module, examples, self.losses), name)
@@ -108,15 +113,6 @@ class Backend(Context):
         return earlier
 
 
-# Of options that come too late for torch.compile's backend.
-_TOO_LATE = {
-    "batch": "Dynamo calls this backend with the arguments of its own rank; use "
-    "pfeife.compile(step, ...), which asks rank 0 for them first",
-    "in_dims": "it is one of pfeife.compile, which cuts the batch by itself; say where it is with "
-    "torch._dynamo.mark_dynamic",
-    "param_dtype": "it is one of pfeife.compile, which captures the step by itself; torch.compile "
-    "has captured it with the parameters as they are",
-}
 _HOOKS = (
     "a hook of a module has been added, changed or taken away since torch.compile has captured the "
     "step, whose graph has those of before: call torch._dynamo.reset() and compile the step again, "

@@ -120,13 +120,13 @@ def explain(
     asked = backend(**{"in_dims": in_dims, **(options or {})}).options
     own = attrs.evolve(asked, compiler="aot_eager", cuda_graphs=False, runtime=None, progress=False)
     if entry == "pfeife.compile":
-        found = _by_doors(step, own, batch, kwargs)
-        if found.door == "dynamo" or "dynamo" not in found.refused:
-            return found
+        explained = _by_doors(step, own, batch, kwargs)
+        if explained.door == "dynamo" or "dynamo" not in explained.refused:
+            return explained
     else:
         name = getattr(step, "__qualname__", type(step).__name__)
-        found = Explanation(name, None, f"{name} is compiled by torch.compile")
-    return attrs.evolve(found, **_by_backend(step, batch, kwargs, own, found))
+        explained = Explanation(name, None, f"{name} is compiled by torch.compile")
+    return _by_backend(step, batch, kwargs, own, explained)
 
 
 class _Built(Exception):
@@ -145,10 +145,7 @@ def _silent() -> Shown:
 
 
 def _by_doors(
-    step: Callable[..., Any],
-    options: Options,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    step: Callable[..., Any], options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Explanation:
     """What `pfeife.compile` makes of a call, which ends where it would run."""
     guards: list[tuple[Assumption, ...]] = []
@@ -168,13 +165,14 @@ def _by_doors(
         error, at = outcome.error, outcome.at
     except _Built as built:
         captured = built.compiled.captured
-        return attrs.evolve(
-            _of_graph(compiled.name, built.compiled),
-            door=captured.door,
-            why=taken(compiled.name, captured.door, compiled.refused),
-            refused={"dynamo": str(compiled.refused)} if compiled.refused else {},
-            premises=guards[-1] if captured.door == "dynamo" else captured.program.premises,
+        explained = Explanation(
+            compiled.name,
+            captured.door,
+            taken(compiled.name, captured.door, compiled.refused),
+            {"dynamo": str(compiled.refused)} if compiled.refused else {},
+            guards[-1] if captured.door == "dynamo" else captured.program.premises,
         )
+        return _of_graph(explained, built.compiled)
     except Exception as raised:  # of what is built for a door
         error, at = raised, "trace" if compiled.refused or compiled.door == "trace" else "dynamo"
     if isinstance(error, TypeError) and compiled.cutter.mismatch(args, kwargs):
@@ -187,23 +185,19 @@ def _by_doors(
     return Explanation(compiled.name, None, f"{compiled.name} is refused", refused)
 
 
-def _of_graph(name: str, compiled: Compiled) -> Explanation:
-    """A step that is one graph."""
+def _of_graph(explained: Explanation, compiled: Compiled) -> Explanation:
+    """The explanation with what is said of a step that is one graph."""
     clusters, warning = compiled.clusters, compiled.captured.warning()
     assumed = assumed_rates(clusters, compiled.target.machine) if compiled.target else ()
-    return Explanation(
-        name,
-        None,
-        "",
+    warnings = [warning] if warning and compiled.microbatches > 1 else []
+    return attrs.evolve(
+        explained,
         summary=f"{compiled.summary}; {report.summary(compiled.plan, compiled.program)}",
         seconds=compiled.seconds,
         stages=compiled.program.units,
         clusters=clusters.units,
         lines=_lines(clusters),
-        warnings=(
-            *((warning,) if warning and compiled.microbatches > 1 else ()),
-            *map(str, assumed),
-        ),
+        warnings=(*warnings, *map(str, assumed)),
     )
 
 
@@ -238,9 +232,10 @@ def _by_backend(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     options: Options,
-    found: Explanation,
-) -> dict[str, Any]:
-    """What torch.compile's backend makes of a call: each graph is built, and run as it is."""
+    explained: Explanation,
+) -> Explanation:
+    """The explanation with what torch.compile's backend makes of a call: each graph is built, and
+    run as it is."""
     named, parts = Backend(options), dict[Steps, Part]()
     whole: dict[Steps, Compiled] = {}
     refused: list[str] = []
@@ -272,15 +267,13 @@ def _by_backend(
             _torch.named_graphs(step, seen)(*args, **kwargs)
     except Exception as error:  # of the step's own, or of what is asked of a graph
         refused.append(str(plain_error(error)))
-    made: dict[str, Any] = {"parts": tuple((one.name, part) for one, part in parts.items())}
-    if whole and not parts and not found.stages:
-        one = next(iter(whole.values()))
-        explained = attrs.asdict(_of_graph(found.step, one), recurse=False)
-        keys = ("summary", "seconds", "stages", "clusters", "lines", "warnings")
-        made |= {key: explained[key] for key in keys}
+    named_parts = tuple((steps.name, part) for steps, part in parts.items())
+    explained = attrs.evolve(explained, parts=named_parts)
+    if whole and not parts and not explained.stages:
+        explained = _of_graph(explained, next(iter(whole.values())))
     if refused:
-        made["refused"] = {**found.refused, "backend": refused[0]}
-    return made
+        explained = attrs.evolve(explained, refused={**explained.refused, "backend": refused[0]})
+    return explained
 
 
 def _text(explained: Explanation) -> Iterator[str]:
@@ -313,14 +306,12 @@ def _clusters(explained: Explanation) -> Iterator[str]:
         f"{explained.clusters} clusters, the largest with {largest:.1%} of the time, so no more "
         f"than {int(1 / largest)} stages can be even; by lines of the model:"
     )
+
+    def share(seconds: float) -> str:
+        return f"{seconds / total:.1%}"
+
     rows = [
-        (
-            line.clusters,
-            f"{line.seconds / total:.1%}",
-            f"{line.largest / total:.1%}",
-            line.module,
-            line.line,
-        )
+        (line.clusters, share(line.seconds), share(line.largest), line.module, line.line)
         for line in explained.lines
     ]
     yield from _table(rows, ("clusters", "together", "the largest", "module", "line"))
@@ -334,13 +325,10 @@ def _parts(explained: Explanation) -> Iterator[str]:
         "their time is pipelined:"
     )
     total = sum(part.seconds or 0.0 for _, part in parts) or 1.0
+    shares = ["?" if p.seconds is None else f"{p.seconds / total:.0%}" for _, p in parts]
     rows = [
-        (
-            "?" if part.seconds is None else f"{part.seconds / total:.0%}",
-            name,
-            part.instead or "is pipelined",
-        )
-        for name, part in parts
+        (share_of_part, name, part.instead or "is pipelined")
+        for share_of_part, (name, part) in zip(shares, parts, strict=True)
     ]
     yield from _table(rows, ("time", "graph", "it"), 2 * MOST)
     yield f"{len(explained.breaks)} breaks, with what is lost by each:"

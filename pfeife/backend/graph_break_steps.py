@@ -92,7 +92,9 @@ class PieceSteps(Steps):
         owned = _owned(world, args)
         if not (owned or any(argument.role == Role.PARAMETER for argument, _ in pairs)):
             return
-        yield builder if world else self._unless_ever_new(builder)
+        if world is None and len(self.known) + len(self.whole) >= MOST_SHAPES:
+            raise _RunsWhole(f"it has come in more than {MOST_SHAPES} shapes")
+        yield builder
         trains = owned or any(is_trained(argument, value) for argument, value in pairs)
         if world is None or builder.options.replicas > 1 or not trains:
             return  # every replica has rows of its own
@@ -101,11 +103,6 @@ class PieceSteps(Steps):
         ranks = builder.mesh(world).ranks
         least = world.decided_by_rank_zero(lambda: str(least_loaded(world.ownership.known, ranks)))
         yield attrs.evolve(one, options=attrs.evolve(one.options, stages=1), home=int(least))
-
-    def _unless_ever_new(self, builder: Builder) -> Builder:
-        if len(self.known) + len(self.whole) >= MOST_SHAPES:
-            raise _RunsWhole(f"it has come in more than {MOST_SHAPES} shapes")
-        return builder
 
     def _differs(self, args: Sequence[Any], world: World) -> bool:
         """Whether ranks have other values than one another (collective)."""

@@ -10,11 +10,7 @@ import torch
 
 from pfeife import _torch
 from pfeife.backend.settings.options import Options
-from pfeife.frontend.arguments import (
-    Argument,
-    Inputs,
-    at_sizes,
-)
+from pfeife.frontend.arguments import Argument, Inputs, at_sizes
 from pfeife.frontend.capture import with_flags, with_reductions
 from pfeife.frontend.captured import Captured, Door, part_shape
 from pfeife.frontend.checks.check_capture import Doubled

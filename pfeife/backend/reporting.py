@@ -72,10 +72,9 @@ def write_report(
             f"the arguments of a call: {name}.report({os.fspath(path)!r}, *batch)"
         )
     world = world_so_far()
-    if world is None or world.rank == 0:
-        compiled = found.compiled if found else backend.compiled[-1]
-        run_of = found.run if found else None
-        files.write_text(Path(path), page_of(compiled, name, run_of, _command(name, backend)))
+    if not (world and world.rank):
+        compiled, seen = (found.compiled, found.run) if found else (backend.compiled[-1], None)
+        files.write_text(Path(path), page_of(compiled, name, seen, _command(name, backend)))
 
 
 def _short(name: str) -> str:

@@ -5,8 +5,9 @@ import functools
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
+from itertools import chain
 from typing import Any, Literal
 
 import attrs
@@ -14,6 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from pfeife.backend.building.residence import residence
+from pfeife.backend.building.sync_batch_norm import wrong_norms
 from pfeife.backend.doors.by_dynamo import DynamoDoor, NotReached
 from pfeife.backend.doors.by_trace import TraceDoor
 from pfeife.backend.doors.doorway import Doorway
@@ -24,9 +26,9 @@ from pfeife.backend.settings.declared import mark_declared
 from pfeife.backend.settings.option_table import Capture
 from pfeife.backend.settings.options import Options
 from pfeife.backend.state.values import with_values
-from pfeife.backend.step_modules import modules_of, numbers_in, wrong_norms
+from pfeife.backend.step_modules import modules_of, numbers_in
 from pfeife.backend.steps import Steps
-from pfeife.frontend.batch import Arguments, Cutter, function_of
+from pfeife.frontend.batch import Cutter, function_of
 from pfeife.frontend.captured import Door, neither, taken
 from pfeife.frontend.checks.capture_view import CaptureView
 from pfeife.frontend.dynamo import plain_error
@@ -99,19 +101,11 @@ class CompiledStep:
         homes = residence().home if options.devices else None
         self.view = CaptureView(options.param_dtype, homes, options.devices or ())
         self.current: ContextVar[Invocation] = ContextVar(self.name)
-        doorway = Doorway(
-            step,
-            self.name,
-            backend,
-            self.view,
-            self.cutter.said,
-            options.max_programs,
-            self.current,
-        )
         # The caller's passes may look at shapes.
         dynamic = False if options.dynamic is None and options.passes else options.dynamic
-        self.by_dynamo = DynamoDoor(doorway, self._run, dynamic, seen)
-        self.by_trace = TraceDoor(doorway, self._run, dynamic)
+        shared = self.view, self.cutter.said, dynamic, self._run, self.current
+        doorway = Doorway(step, self.name, backend, *shared)
+        self.by_dynamo, self.by_trace = DynamoDoor(doorway, seen), TraceDoor(doorway)
         self.door: Capture = options.capture
         self.refused: Exception | None = None  # what Dynamo has said of a step that is traced
         self.log_door = functools.cache(self._log_door)  # once for each door
@@ -166,17 +160,13 @@ class CompiledStep:
             self.current.reset(token)
 
     def _refusal(
-        self,
-        error: Exception,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        world: World | None,
+        self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any], world: World | None
     ) -> Exception:
         """What to say of an error before anything has run, once all ranks know that there is one
         (collective). Arguments that the step does not take explain any other error."""
         refusal = self.cutter.mismatch(args, kwargs) or plain_error(error)
         if world:  # the others are told, and raise it too
-            refusal = wrong_norms(self.step, world) or refusal
+            refusal = wrong_norms(modules_of(self.step), world.size) or refusal
             with contextlib.suppress(CollectiveError):
                 world.agreed("", "this call", refused=refusal)
         refusal.__cause__ = error if refusal is not error else error.__cause__
@@ -191,7 +181,8 @@ class CompiledStep:
             args, kwargs, sent = self.of_rank_zero(world, args, kwargs)
         call = self.cutter(args, kwargs, options.apart)
         mark_declared(call.leaves, options.max_sizes, options.sizes_hint)
-        self.view.look(self.step, call.others, _place_of(call))
+        where = _first_device(leaf.first for leaf in call.leaves)
+        self.view.look(self.step, call.others, where)
         return Invocation(call, sent)
 
     def _result_with_values(self, invocation: Invocation, world: World | None) -> Any:
@@ -280,14 +271,11 @@ def device_of(
 ) -> torch.device:
     """Where a step's parameters are, as far as can be told before it is captured; else where the
     first tensor among the arguments is."""
-    for holder in modules_of(step):
-        for parameter in holder.parameters():
-            return parameter.device
-    tensors = (v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor))
-    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+    parameters = (parameter for module in modules_of(step) for parameter in module.parameters())
+    return _first_device(parameters, pytree.tree_leaves((args, kwargs)))
 
 
-def _place_of(call: Arguments) -> torch.device:
-    """Where the batch is."""
-    tensors = (leaf.first for leaf in call.leaves if isinstance(leaf.first, torch.Tensor))
+def _first_device(*values: Iterable[Any]) -> torch.device:
+    """Where the first tensor is."""
+    tensors = (value for value in chain(*values) if isinstance(value, torch.Tensor))
     return next((tensor.device for tensor in tensors), torch.device("cpu"))

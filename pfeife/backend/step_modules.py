@@ -8,12 +8,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from pfeife import _torch
-from pfeife.backend.building.sync_batch_norm import check_synced
 from pfeife.frontend.arguments import Given
 from pfeife.frontend.batch import Leaf, fields_of
 from pfeife.frontend.trace.guards import Guard
 from pfeife.frontend.trace.reachable_state import Part
-from pfeife.runtime.distributed.world import World
 
 
 def numbers_in(result: Any) -> Iterator[int | float]:
@@ -34,15 +32,6 @@ def hooks_of(roots: Iterable[nn.Module]) -> dict[int, Guard]:
     own = [getattr(module, name) for module in modules for name in names]
     found = [*own, *_torch.hooks_of_all_modules()]
     return {id(hooks): Guard.of(Part(hooks, ())) for hooks in found}
-
-
-def wrong_norms(step: Any, world: World) -> ValueError | None:
-    """What is wrong with a step that has failed on a CPU, where there is no SyncBatchNorm."""
-    try:
-        check_synced(modules_of(step), world.size)
-    except ValueError as error:
-        return error
-    return None
 
 
 def given_by(leaves: Sequence[Leaf]) -> dict[int, Given]:

@@ -5,7 +5,7 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -101,10 +101,10 @@ class Steps:
         if world is None:
             self.graph.check(args, options)
             return self._run(request, key, compiled, _seed(compiled))
-        compiled = _unless_outdated(compiled, builder, args, world)
+        compiled = builder.unless_outdated(compiled, args, world)
         seed = self._agreed(request, world, compiled, _seed(compiled))
         # Once more, since copies have found their owners by what the others have said.
-        compiled = _unless_outdated(compiled, builder, args, world)
+        compiled = builder.unless_outdated(compiled, args, world)
         with world.service.called():
             return self._run(request, key, compiled, seed)
 
@@ -112,68 +112,67 @@ class Steps:
         self, request: Request, key: tuple, compiled: Compiled | None, seed: int | None
     ) -> list[torch.Tensor]:
         """The call that all ranks make. `seed` is None if none has been drawn for it."""
-        if compiled is None:
-            return self._first_run(request, key, seed, set())
-        if self._replans(compiled, request):
+        begun, said = time.perf_counter(), set[str]()
+        if compiled is not None and compiled.replans(request.args, request.options, request.world):
             self._drop(key)
-            return self._first_run(request, key, seed, compiled.said)
-        self.known[key] = self.known.pop(key)
-        agree_on_changed(compiled.captured, request.args, request.world)
-        self._prepare(compiled, request)
-        return self._run_step(request, compiled, seed)
+            said, compiled = compiled.said, None
+        show, earlier = None, list[Mapping[str, str]]()
+        if compiled is None:
+            show = shown(log, progress=request.options.progress, rank=request.rank)
+            calls = (each.asked for each in self.backend.compiled)
+            earlier = [call for call in calls if call.get("step") == self.name]
+            compiled = self._first(request, key, said, show)
+        else:
+            self.known[key] = self.known.pop(key)
+            agree_on_changed(compiled.captured, request.args, request.world)
+        compiled.check_memory(compiled.captured.sizes(request.args, request.options.cut))
+        if seed is None:  # else one was drawn for what has been found outdated since
+            seed = _seed(compiled)
+            if request.world and seed is not None:
+                answers = request.world.agreed("", "the seed", number=seed)
+                seed = _common_seed(request.world, answers.numbers)
+        self._settle(compiled, request.args)
+        options, meter = request.options, self.backend.meter
+        results = run_step(
+            compiled, options, request.args, meter, request.begun, seed or 0, show, request.sent
+        )
+        if show:
+            self._log_build(compiled, show, earlier, begun, request.rank)
+        return results
 
-    def _first_run(
-        self, request: Request, key: tuple, seed: int | None, said: set[str]
-    ) -> list[torch.Tensor]:
-        """Builds a program, of whose earlier build some things have been `said`, and runs it."""
+    def _first(self, request: Request, key: tuple, said: set[str], show: Shown) -> Compiled:
+        """Builds and keeps a program, of whose earlier build some things have been `said`."""
         args, world = request.args, request.world
-        show = shown(log, progress=request.options.progress, rank=request.rank)
         with world.building("a step") if world else contextlib.nullcontext():
             if request.sent:
                 request.sent.everything()
-            began = time.perf_counter()
             built = self._built(request.builder, args, world, show)
             compiled = attrs.evolve(built, asked=self.texts.described(args), said=said)
             agree_on_changed(compiled.captured, args, world)
-        calls = (earlier.asked for earlier in self.backend.compiled)
-        earlier = [call for call in calls if call.get("step") == self.name]
         self._keep(key, compiled, request)
-        if seed is None:  # else one was drawn for what has been found outdated since
-            seed = _seed(compiled)
-            if world and seed is not None:
-                seed = _common_seed(world, world.agreed("", "the seed", number=seed).numbers)
-        self._prepare(compiled, request)
-        results = self._run_step(request, compiled, seed, show)
-        took = f"{time.perf_counter() - began:.2g} s{why_once_more(earlier, compiled.asked)}"
+        return compiled
+
+    def _log_build(
+        self,
+        compiled: Compiled,
+        show: Shown,
+        earlier: Sequence[Mapping[str, str]],
+        begun: float,
+        rank: int,
+    ) -> None:
+        """Says that a program was built after `earlier` ones of the step, and has run."""
+        took = f"{time.perf_counter() - begun:.2g} s{why_once_more(earlier, compiled.asked)}"
         words = show.who, self.name, took, self._summary(compiled)
         log.log(show.level, "%scompiled %s in %s: %s", *words)
-        if len(earlier) == _MANY and not request.rank:
+        if len(earlier) == _MANY and not rank:
             log.warning(
                 "%s is compiled for the third time: %s. Each time takes as long as the first: keep "
                 "alike what need not change, or say dynamic=True where lengths do",
                 *(self.name, "; ".join(map(changes, earlier, [*earlier[1:], compiled.asked]))),
             )
-        return results
 
-    def _run_step(
-        self, request: Request, compiled: Compiled, seed: int | None, show: Shown | None = None
-    ) -> list[torch.Tensor]:
-        return run_step(
-            compiled,
-            request.options,
-            request.args,
-            self.backend.meter,
-            begun=request.begun,
-            seed=seed or 0,
-            show=show,
-            sent=request.sent,
-        )
-
-    def _prepare(self, compiled: Compiled, request: Request) -> None:
-        """Before a program runs: raises CollectiveError where it would need too much memory, and
-        has the caller's own state, by its names, brought where the program wants it."""
-        args = request.args
-        compiled.check_memory(compiled.captured.sizes(args, request.options.cut))
+    def _settle(self, compiled: Compiled, args: Sequence[Any]) -> None:
+        """Has the caller's own state, by its names, brought where the program wants it."""
         if not (self.settle and compiled.devices):
             return
         triples = zip(self.graph.inputs.arguments, compiled.captured.arguments, args, strict=True)
@@ -184,23 +183,6 @@ class Steps:
                 if name and name in compiled.devices and not argument.given and may_move(value)
             ]
         )
-
-    def _replans(self, compiled: Compiled, request: Request) -> bool:
-        """Whether a program is built anew, once, as its cuts are uneven at the sizes of a call: by
-        all ranks or none, which estimate the same. Ranks have their state by then, so that cuts
-        stay, and only a search or recomputation finds something else."""
-        options = request.options
-        uneven = compiled.uneven_at(compiled.captured.sizes(request.args, options.cut))
-        if not uneven:
-            return False
-        is_free = request.world is None or options.schedule == "search" or options.recompute
-        replans = bool(is_free) and not options.sizes_hint and options.plan is None
-        if not request.rank:
-            then = (
-                "planned anew for these" if replans else "say sizes_hint= for those that come most"
-            )
-            log.warning("%s: %s", uneven, then)
-        return replans
 
     def _fitting(self, request: Request) -> tuple[tuple, Compiled | None]:
         """What was built for such a call, under the key that it is kept by; or a key for another
@@ -315,16 +297,6 @@ def is_trained(argument: Argument, value: Any) -> bool:
     """Whether the step trains an argument: no input that the caller wants a gradient of."""
     tensor = isinstance(value, torch.Tensor) and not argument.given
     return tensor and value.requires_grad and value.is_leaf
-
-
-def _unless_outdated(
-    compiled: Compiled | None, builder: Builder, args: Sequence[Any], world: World
-) -> Compiled | None:
-    """What was built, if anything was and it may run on the mesh that the state has by now."""
-    if compiled is None:
-        return None
-    builder.follow(world, args)
-    return None if builder.outdated(compiled, args, world) else compiled
 
 
 def _seed(compiled: Compiled | None) -> int | None:

@@ -222,11 +222,7 @@ def _planned(
     planning = attrs.evolve(planning, replicas=replicas, ranks=ranks, owners=owners)
     with task.show.phase("planning") as phase:
         plan = planned(
-            planning,
-            world,
-            network=task.network,
-            progress=phase.progress,
-            watched=tried.append,
+            planning, world, network=task.network, progress=phase.progress, watched=tried.append
         )
         history = record(clusters, *passes_of(plan, clusters, replicas, owners, task.passes))
         order = planning.order

@@ -58,14 +58,19 @@ class Builder:
             )
         return mesh
 
-    def outdated(self, compiled: Compiled, args: Sequence[Any], world: World) -> bool:
-        """Whether a step must be built anew, since another one has been the first to train state
-        that it reads, elsewhere."""
+    def unless_outdated(
+        self, compiled: Compiled | None, args: Sequence[Any], world: World
+    ) -> Compiled | None:
+        """What was built, if it may run on the mesh that the state has by now: another step may
+        have been the first to train state that it reads, elsewhere."""
+        if compiled is None:
+            return None
+        self.follow(world, args)
         slots = dict(zip(compiled.captured.arguments, args, strict=True))
         mesh, pipeline = self.mesh(world), compiled.pipeline
-        if isinstance(pipeline, DistributedPipeline) and pipeline.mesh.order != mesh.order:
-            return True
-        return world.ownership.outdated(compiled.program, slots, mesh)
+        moved = isinstance(pipeline, DistributedPipeline) and pipeline.mesh.order != mesh.order
+        outdated = moved or world.ownership.outdated(compiled.program, slots, mesh)
+        return None if outdated else compiled
 
     def lay_out(self, world: World, args: Sequence[Any], planning: Planning) -> None:
         """Chooses the mesh of the ranks where none was given (collective): that of the state which

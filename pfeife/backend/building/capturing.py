@@ -5,7 +5,7 @@ import attrs
 from pfeife.backend.building.own_passes import check_unchanged
 from pfeife.backend.building.sync_batch_norm import check_synced
 from pfeife.backend.building.task import Task
-from pfeife.backend.together import together
+from pfeife.backend.calls.together import together
 from pfeife.frontend.captured import Captured
 from pfeife.frontend.checks.check_capture import check_first_call
 from pfeife.frontend.checks.check_trace import check_traced

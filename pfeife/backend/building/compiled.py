@@ -1,6 +1,7 @@
 """A graph at one shape, ready to run."""
 
 import functools
+import logging
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ import torch
 
 from pfeife.backend.building.planning import UNEVEN
 from pfeife.backend.calls.loss_scale import LossScale, loss_scale_of
+from pfeife.backend.settings.options import Options
 from pfeife.cost import estimate, memory_curves
 from pfeife.data.plan import Plan
 from pfeife.data.schedule import Schedule
@@ -26,9 +28,12 @@ from pfeife.passes import annotate
 from pfeife.passes.compose import History
 from pfeife.report import Target
 from pfeife.runtime.distributed.state.remote_parameters import UntrainedState
+from pfeife.runtime.distributed.world import World
 from pfeife.runtime.failure import CollectiveError
 from pfeife.runtime.protocols import Pipeline
 from pfeife.sched.cutting.unevenness import unevenness
+
+log = logging.getLogger("pfeife")
 
 
 def worst_at(
@@ -129,6 +134,20 @@ class Compiled:
             f"stage takes {100 * (now / here - 1):.0f} % longer than with cuts for these sizes, by "
             "estimate"
         )
+
+    def replans(self, args: Sequence[Any], options: Options, world: World | None) -> bool:
+        """Whether a program is built anew, once, as its cuts are uneven at the sizes of a call: by
+        all ranks or none, which estimate the same. Ranks have their state by then, so that cuts
+        stay, and only a search or recomputation finds something else."""
+        uneven = self.uneven_at(self.captured.sizes(args, options.cut))
+        if not uneven:
+            return False
+        finds_more = world is None or options.schedule == "search" or options.recompute is not None
+        replans = finds_more and not options.sizes_hint and options.plan is None
+        if not (world and world.rank):
+            hint = "say sizes_hint= for those that come most"
+            log.warning("%s: %s", uneven, "planned anew for these" if replans else hint)
+        return replans
 
     def _named(self, sizes: Mapping[str, int]) -> str:
         """Sizes by the names that a person knows them by."""

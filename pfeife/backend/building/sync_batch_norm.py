@@ -17,3 +17,12 @@ def check_synced(roots: Iterable[nn.Module], pipelines: int) -> None:
                     "meanwhile: take torch.nn.BatchNorm, whose running statistics are those of the "
                     "whole batch, of all replicas, with deferred_batch_norm=True"
                 )
+
+
+def wrong_norms(roots: Iterable[nn.Module], pipelines: int) -> ValueError | None:
+    """What is wrong with a step that has failed on a CPU, where there is no SyncBatchNorm."""
+    try:
+        check_synced(roots, pipelines)
+    except ValueError as error:
+        return error
+    return None

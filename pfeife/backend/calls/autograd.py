@@ -29,7 +29,6 @@ def run_step(
     options: Options,
     args: Sequence[Any],
     meter: Meter,
-    *,
     begun: float,
     seed: int = 0,
     show: Shown | None = None,

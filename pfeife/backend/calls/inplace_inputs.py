@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pfeife.backend.together import together
+from pfeife.backend.calls.together import together
 from pfeife.frontend.captured import Captured
 from pfeife.ir.parts import Role
 from pfeife.runtime.distributed.world import World

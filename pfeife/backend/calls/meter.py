@@ -165,11 +165,7 @@ class Meter:
         shared_out = any(reduction.owner is not None for reduction in program.reductions)
         curves = [
             memory_curves(
-                program,
-                compiled.schedule,
-                optimizer=self.optimizer,
-                replica=replica,
-                apart=apart,
+                program, compiled.schedule, optimizer=self.optimizer, replica=replica, apart=apart
             )
             for replica in range(mesh.replicas if shared_out else 1)
         ]

@@ -15,10 +15,11 @@ from typing import Any
 import attrs
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from pfeife import _torch
 from pfeife.backend.doors.doorway import Doorway, larger
-from pfeife.backend.doors.invocation import Invocation, Run
+from pfeife.backend.doors.invocation import Invocation
 from pfeife.backend.step_modules import given_by, hooks_of
 from pfeife.frontend.arguments import Inputs
 from pfeife.frontend.checks.deterministic import Recorded
@@ -50,20 +51,16 @@ class Compilation:
 
 
 class DynamoDoor:
-    """A step as Dynamo compiles it. `dynamic` as in torch.compile; `seen` is called with each
-    graph, while Dynamo compiles it."""
+    """A step as Dynamo compiles it. `seen` is called with each graph, while that happens."""
 
-    def __init__(self, doorway: Doorway, run: Run, dynamic: bool | None, seen: Callable[[], None]):
-        self.doorway, self.run, self.seen = doorway, run, seen
-        self.compilation = self._compilation(dynamic)
-
-    def _compilation(self, dynamic: bool | None) -> Compilation:
-        """Nothing is compiled of the step yet."""
-        return Compilation(_torch.whole_graph(self.doorway.step, self._graph, dynamic), dynamic)
+    def __init__(self, doorway: Doorway, seen: Callable[[], None]):
+        self.doorway, self.seen = doorway, seen
+        self.forget(doorway.dynamic)
 
     def forget(self, dynamic: bool | None) -> None:
         """Dynamo knows nothing of the step from now on, and compiles it so."""
-        self.compilation = self._compilation(dynamic)
+        function = _torch.whole_graph(self.doorway.step, self._graph, dynamic)
+        self.compilation = Compilation(function, dynamic)
 
     def __call__(self, invocation: Invocation) -> Any:
         """What the step returns. Where Dynamo fails with sizes that it has found to change, the
@@ -77,10 +74,11 @@ class DynamoDoor:
         except Exception as error:
             # Of a step that has run before, what is new are its sizes. The first call, and what a
             # pipeline raises once it runs, are other matters.
-            is_full = _torch.is_limit_of_compilations(error) and self._has_sizes()
-            has_run = bool(self.doorway.backend.compiled)
+            programs = [compiled.program for compiled in self.doorway.backend.compiled]
+            sizes = {tuple(port.shape for port in p.ports(Role.BATCH)) for p in programs}
+            is_full = _torch.is_limit_of_compilations(error) and len(sizes) > 1
             if invocation.reached or not (
-                has_run and (self.compilation.dynamic is None or is_full)
+                programs and (self.compilation.dynamic is None or is_full)
             ):
                 raise
             log.debug("%s has a graph for each size, since: %s", self.doorway.name, error)
@@ -89,11 +87,6 @@ class DynamoDoor:
                 self.doorway.backend.forget()
             self.forget(dynamic=False)
             return self._called(invocation)
-
-    def _has_sizes(self) -> bool:
-        """Whether programs differ in the sizes of the batch."""
-        programs = (compiled.program for compiled in self.doorway.backend.compiled)
-        return len({tuple(p.shape for p in program.ports(Role.BATCH)) for program in programs}) > 1
 
     def _called(self, invocation: Invocation) -> Any:
         call, view = invocation.call, self.doorway.view
@@ -133,9 +126,8 @@ class DynamoDoor:
         if others and call.microbatches > 1:
             self.compilation.unsettled[:] = [(str(module.graph), inputs)]
         self.compilation.hooks.update(hooks_of(inputs.modules))
-        captured = doorway.steps(
-            forward, inputs, self._grown, _torch.frame(), "dynamo", self._doubled
-        )
+        frame = _torch.frame()
+        captured = doorway.steps(forward, inputs, self._grown, frame, "dynamo", self._doubled)
         steps = doorway.backend.known_steps(captured, module)
         unsure = bool(changed or _torch.changed_containers())
 
@@ -145,17 +137,16 @@ class DynamoDoor:
             if unsure and now.call.microbatches > 1:
                 self._check_again(now)
             unsure = False
-            return self.run(now, steps, [now.call.whole(value) for value in args])
+            return doorway.run(now, steps, [now.call.whole(value) for value in args])
 
         return run
 
     def _check_again(self, invocation: Invocation) -> None:
         """Raises CollectiveError for attributes that the step sets and that make a difference."""
-        view = self.doorway.view
         invocation.everything()
-        view.put_back()
+        self.doorway.view.put_back()
         try:
-            with view.seen(values=True):
+            with self.doorway.view.seen(values=True):
                 check_again(self.doorway.step, invocation.call)
         except ValueError as error:  # of all ranks, which run the same Python
             raise CollectiveError(str(error)) from error
@@ -178,15 +169,10 @@ class DynamoDoor:
 
         def run(module: fx.GraphModule, examples: list[Any]) -> Sequence[torch.Tensor]:
             inputs = describe(module, examples, caller_tensors=given_by(call.leaves))
-            changes = [a.given or {*a.names} & {*written} for a in inputs.arguments]
-            values = [
-                value
-                if not isinstance(value, torch.Tensor)
-                else value.detach().clone()
-                if changed
-                else value.detach()
-                for value, changed in zip(examples, changes, strict=True)
-            ]
+            values = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, list(examples))
+            for at, argument in enumerate(inputs.arguments):  # what it writes to is a copy
+                if argument.given or {*argument.names} & {*written}:
+                    values[at] = pytree.tree_map_only(torch.Tensor, torch.clone, values[at])
             with record:
                 return dynamo_forward(module).run(*values)
 

@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 
 from pfeife.backend.doors.doorway import Doorway, larger
-from pfeife.backend.doors.invocation import Invocation, Run
+from pfeife.backend.doors.invocation import Invocation
 from pfeife.backend.graphs import NotOpen
 from pfeife.backend.steps import Steps
 from pfeife.frontend.arguments import Inputs
@@ -31,8 +31,8 @@ log = logging.getLogger("pfeife")
 class TraceDoor:
     """What was traced of a step."""
 
-    def __init__(self, doorway: Doorway, run: Run, dynamic: bool | None):
-        self.doorway, self.run, self.dynamic = doorway, run, dynamic
+    def __init__(self, doorway: Doorway):
+        self.doorway = doorway
         self.known: list[tuple[Traced, Steps]] = []  # what was used last is the last
 
     def __call__(self, invocation: Invocation) -> Any:
@@ -46,7 +46,8 @@ class TraceDoor:
         while True:
             trace, steps, is_new = self._fitting(invocation, tried, refused)
             try:
-                return trace.returned(self.run(invocation, steps, trace.values(call.leaves)))
+                results = self.doorway.run(invocation, steps, trace.values(call.leaves))
+                return trace.returned(results)
             except PipelineError:
                 raise
             except (ValueError, IndexError, RuntimeError) as error:
@@ -95,8 +96,6 @@ class TraceDoor:
             self._drop_oldest(call)
         if fitting:
             self.known.remove(fitting)
-        else:
-            log.debug("%s is traced because of %s", self.doorway.name, self._broken(call))
         self.known.append(fitting or self._traced(invocation, refused))
         return *self.known[-1], not fitting
 
@@ -120,20 +119,21 @@ class TraceDoor:
 
     def _broken(self, call: Arguments) -> str:
         """Why the last trace does not hold for a call."""
-        if not self.known:
-            return "nothing was traced"
-        return self.known[-1][0].broken(call) or "the values of tensors that it asks for"
+        broken = self.known[-1][0].broken(call) if self.known else "nothing was traced"
+        return broken or "the values of tensors that it asks for"
 
     def _traced(self, invocation: Invocation, refused: str) -> tuple[Traced, Steps]:
         """A new trace for a call: of its kind, those sizes are open that are others now, unless
         they were `refused`."""
         invocation.everything()
         call, view, step = invocation.call, self.doorway.view, self.doorway.step
+        log.debug("%s is traced because of %s", self.doorway.name, self._broken(call))
         kind = kind_of(call)
         alike = [trace for trace, _ in self.known if trace.kind == kind]
         places = {}
         if not refused and not any(trace.sizes.refused for trace in alike):
-            places = open_places(call, [trace.sizes.shapes for trace in alike], self.dynamic)
+            shapes = [trace.sizes.shapes for trace in alike]
+            places = open_places(call, shapes, self.doorway.dynamic)
         # On ranks, each of which lacks parameters by then, the answers are those of before.
         warm = alike[-1].warm if alike and world_so_far() else None
         with view.seen(values=True):

@@ -1,8 +1,8 @@
 """What both doors know of a step."""
 
-import functools
+import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -10,7 +10,7 @@ import attrs
 import torch
 
 from pfeife.backend.building.residence import residence
-from pfeife.backend.doors.invocation import Invocation
+from pfeife.backend.doors.invocation import Invocation, Run
 from pfeife.backend.entry import Backend
 from pfeife.backend.graphs import Losses, MicrobatchGraph
 from pfeife.backend.steps import Steps
@@ -28,18 +28,25 @@ Grown = Callable[[int], tuple[Forward, Inputs]]
 
 @attrs.frozen(eq=False)
 class Doorway:
-    """A step in front of its doors: how state is seen during a capture (`view`), and whether the
-    caller has `said` where the batch is. At most so many programs of it are kept. `current` has the
-    invocation that is on its way, for who is called by Dynamo, or by what is built: these get the
-    arguments of Dynamo's calls and not ours."""
+    """A step in front of its doors: how state is seen during a capture (`view`), whether the caller
+    has `said` where the batch is, for which sizes a program is (`dynamic`, as in torch.compile),
+    and what runs the result. `current` has the invocation that is on its way, for who is called by
+    Dynamo, or by what is built: these get the arguments of Dynamo's calls and not ours."""
 
     step: Callable[..., Any]
     name: str
     backend: Backend
     view: CaptureView
     said: bool
-    most: int
+    dynamic: bool | None
+    run: Run
     current: ContextVar[Invocation]
+    drops: Iterator[int] = attrs.field(factory=itertools.count)
+
+    @property
+    def most(self) -> int:
+        """How many programs of the step are kept."""
+        return self.backend.options.max_programs
 
     def steps(
         self,
@@ -60,14 +67,10 @@ class Doorway:
         """Brings parameters and buffers to the devices of their stages."""
         self.view.add(residence().settle(state, self.view.device))
 
-    @functools.cached_property
-    def tell_of_drops(self) -> Callable[[], None]:
-        """Says that not all programs are kept; once, however often it is called."""
-        return functools.cache(self._tell_of_drops)
-
-    def _tell_of_drops(self) -> None:
+    def tell_of_drops(self) -> None:
+        """Says that not all programs are kept; the first time that it is called."""
         world = world_so_far()
-        if not (world and world.rank):
+        if next(self.drops) == 0 and not (world and world.rank):
             log.warning(
                 "%s has been captured for %d sizes, each with a program of its own: from now on "
                 "earlier ones are dropped (max_programs=%d)",

@@ -14,12 +14,10 @@ import torch
 from pfeife.compilers import compiler_name
 from pfeife.data import plain
 from pfeife.data.checks import Check
-from pfeife.data.machine import Mesh
 from pfeife.data.optimizers import Optimizer, optimizer_of
 from pfeife.data.plan import Plan
 from pfeife.data.schedule import Schedule
 from pfeife.passes.compose import LEVELS, Passes
-from pfeife.runtime.distributed.batches.meshes import MeshLike, mesh_of
 from pfeife.sched import POLICIES
 from pfeife.sched.cutting import CutAt, Partition, RecomputePolicy
 from pfeife.sched.cutting.recompute_policy import WORDS
@@ -202,11 +200,6 @@ def dtype_of(given: torch.dtype | str | None) -> torch.dtype | None:
     return dtype if isinstance(dtype, torch.dtype) else given  # type: ignore[return-value]
 
 
-def meshed(given: MeshLike | None) -> Mesh | None:
-    """A mesh, however it was written. Raises ValueError for what is none."""
-    return mesh_of(given)
-
-
 def optimizer_or_none(given: Optimizer | None) -> Optimizer | None:
     """An optimizer by its name. Raises ValueError for what is none."""
     if given is None:
@@ -263,9 +256,9 @@ def check_together(options: Any) -> None:
             f"options plan and schedule={described(schedule)}: the plan has its schedule"
         )
     for name in ("partition", "recompute"):
-        asked = getattr(options, name)
-        if plan is not None and asked is not None:
-            raise ValueError(f"options plan and {name}={asked!r}: the plan has decided that")
+        value = getattr(options, name)
+        if plan is not None and value is not None:
+            raise ValueError(f"options plan and {name}={value!r}: the plan has decided that")
     if options.partition is not None and options.split_at:
         raise ValueError("options partition and split_at: both say where to cut; take one of them")
     if options.cut_at != "anywhere":

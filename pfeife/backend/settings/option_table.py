@@ -25,6 +25,7 @@ from pfeife.data.plan import Costs, Plan
 from pfeife.data.replicas import BUCKET_BYTES, DataParallel
 from pfeife.ir.program import Program
 from pfeife.passes.compose import Passes
+from pfeife.runtime.distributed.batches.meshes import mesh_of
 from pfeife.runtime.protocols import Runtime
 from pfeife.sched.by_family import Scheduling
 from pfeife.sched.cutting import (
@@ -171,7 +172,7 @@ class ReplicaOptions:
         validator=checks.must_be("'average' or 'shard'", words=get_args(DataParallel)),
     )
     bucket_bytes: int = attrs.field(default=BUCKET_BYTES, validator=checks.count)
-    mesh: Mesh | None = attrs.field(default=None, converter=checks.meshed)
+    mesh: Mesh | None = attrs.field(default=None, converter=mesh_of)
 
 
 @attrs.frozen(kw_only=True, slots=False)

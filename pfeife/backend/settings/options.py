@@ -11,7 +11,7 @@ import attrs
 import torch
 
 from pfeife.backend.settings.brief import Brief
-from pfeife.backend.settings.option_checks import check_together, meshed
+from pfeife.backend.settings.option_checks import check_together
 from pfeife.backend.settings.option_table import (
     SECTIONS,
     BatchOptions,
@@ -27,6 +27,7 @@ from pfeife.backend.settings.option_table import (
     ShownOptions,
 )
 from pfeife.data.replicas import Replicas
+from pfeife.runtime.distributed.batches.meshes import mesh_of
 from pfeife.version import VERSION
 
 FIELDS = [field for section in SECTIONS for field in attrs.fields(section)]
@@ -111,11 +112,8 @@ class Options(
     @property
     def texts(self) -> dict[str, str]:
         """What every option is, as all ranks write it."""
-        return {
-            field.name: (field.repr if callable(field.repr) else repr)(getattr(self, field.name))
-            for field in FIELDS
-            if field.repr
-        }
+        shown = ((field, getattr(self, field.name)) for field in FIELDS if field.repr)
+        return {f.name: f.repr(value) if callable(f.repr) else repr(value) for f, value in shown}
 
     @property
     def changed(self) -> list[str]:
@@ -148,7 +146,7 @@ def options_from(asked: Mapping[str, Any]) -> Options:
         meant = f"did you mean {near}?" if near else f"there are {names}"
         raise ValueError(f"unknown options {unknown}; {meant}")
     # A mesh counts the replicas, so that they need not be said; before any check looks at them.
-    mesh = meshed(asked.get("mesh"))
+    mesh = mesh_of(asked.get("mesh"))
     if mesh is not None:
         if asked.get("replicas", mesh.replicas) != mesh.replicas:
             raise ValueError(

@@ -11,8 +11,8 @@ import attrs
 import torch
 from torch import nn
 
+from pfeife.backend.calls.together import together
 from pfeife.backend.state.restoring import plain_name
-from pfeife.backend.together import together
 from pfeife.data import files
 from pfeife.runtime.distributed.liveness.heartbeat import Activity
 from pfeife.runtime.distributed.process_group import world_so_far

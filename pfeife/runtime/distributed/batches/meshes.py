@@ -2,7 +2,6 @@
 
 import itertools
 import re
-from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -12,7 +11,7 @@ MeshLike = Mesh | DeviceMesh | str
 _PIPELINE, _REPLICAS = ("pp", "pipeline", "stage"), ("dp", "replicate", "data")
 
 
-def mesh_of(mesh: Any) -> Mesh | None:
+def mesh_of(mesh: MeshLike | None) -> Mesh | None:
     """A mesh from its short form, a DeviceMesh or itself. Raises ValueError for all else.
 
     >>> mesh_of("-2,4")
