@@ -117,8 +117,13 @@ def explain(
     """
     if entry not in ("pfeife.compile", "torch.compile"):
         raise ValueError(f'entry={entry!r}: must be "pfeife.compile" or "torch.compile"')
-    asked = backend(**{"in_dims": in_dims, **(options or {})}).options
-    own = attrs.evolve(asked, compiler="aot_eager", cuda_graphs=False, runtime=None, progress=False)
+    own = attrs.evolve(
+        backend(**{"in_dims": in_dims, **(options or {})}).options,
+        compiler="aot_eager",
+        cuda_graphs=False,
+        runtime=None,
+        progress=False,
+    )
     if entry == "pfeife.compile":
         explained = _by_doors(step, own, batch, kwargs)
         if explained.door == "dynamo" or "dynamo" not in explained.refused:

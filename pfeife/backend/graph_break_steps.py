@@ -18,7 +18,6 @@ from pfeife.data.progress import Shown, shown
 from pfeife.ir.parts import Role
 from pfeife.runtime.distributed.batches.rank_zero import Sent
 from pfeife.runtime.distributed.process_group import world_so_far
-from pfeife.runtime.distributed.state.owned import least_loaded
 from pfeife.runtime.distributed.world import World
 from pfeife.runtime.failure import CollectiveError
 
@@ -98,11 +97,11 @@ class PieceSteps(Steps):
         trains = owned or any(is_trained(argument, value) for argument, value in pairs)
         if world is None or builder.options.replicas > 1 or not trains:
             return  # every replica has rows of its own
-        one = attrs.evolve(builder, options=_one_microbatch(builder.options))
-        yield one
+        uncut = attrs.evolve(builder, options=_one_microbatch(builder.options))
+        yield uncut
         ranks = builder.mesh(world).ranks
-        least = world.decided_by_rank_zero(lambda: str(least_loaded(world.ownership.known, ranks)))
-        yield attrs.evolve(one, options=attrs.evolve(one.options, stages=1), home=int(least))
+        least = world.decided_by_rank_zero(lambda: str(world.ownership.least(ranks)))
+        yield attrs.evolve(uncut, options=attrs.evolve(uncut.options, stages=1), home=int(least))
 
     def _differs(self, args: Sequence[Any], world: World) -> bool:
         """Whether ranks have other values than one another (collective)."""

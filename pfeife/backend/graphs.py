@@ -57,9 +57,9 @@ class Graph:
 class Losses:
     """Which result of a graph is the loss; what it was with gradients is known without them."""
 
-    def __init__(self, step: Forward, known: dict[Any, Key], frame: Any):
+    def __init__(self, step: Forward, losses: dict[Any, Key], frame: Any):
         self.leaves, self.results = step.leaves, step.results
-        self.frame, self.known = frame, known
+        self.frame, self.losses = frame, losses
 
     def asked(self, options: Options) -> Loss:
         """What was asked for; without gradients also what the step's loss was with them."""
@@ -74,7 +74,7 @@ class Losses:
             and (self.leaves is None or any(leaf.index == index for leaf in self.leaves))
         ]
         named = [label(index, self.leaves) for index in scalars]
-        seen = self.known.get(self.frame)
+        seen = self.losses.get(self.frame)
         if seen in named:
             return seen
         return named[0] if len(named) == 1 and options.loss_reduction != "auto" else None
@@ -82,7 +82,7 @@ class Losses:
     def note(self, captured: Captured) -> None:
         """Remembers the loss of a program with gradients."""
         if captured.program.ports(Role.TANGENT) and "loss" in captured.results:
-            self.known[self.frame] = captured.label("loss")
+            self.losses[self.frame] = captured.label("loss")
 
 
 class MicrobatchGraph(Graph):
@@ -132,7 +132,7 @@ class MicrobatchGraph(Graph):
     def _fixed(self, args: Sequence[Any], options: Options) -> Inputs:
         """The inputs of the first microbatch of a call, for no other sizes."""
         examples = (argument.example for argument in self.inputs.arguments)
-        mode = next(one.fake_mode for one in examples if isinstance(one, _torch.FakeTensor))
+        mode = next(each.fake_mode for each in examples if isinstance(each, _torch.FakeTensor))
         shapes = shapes_of(args, self.dims, options.cut)
         return at_sizes(self.inputs, shapes, fixed=True, mode=mode)
 

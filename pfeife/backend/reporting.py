@@ -17,7 +17,7 @@ from pfeife.data.timeline import MemoryCurve
 from pfeife.frontend.checks.restore import torchs_generators
 from pfeife.ir.evaluate import State
 from pfeife.ir.flops import flops_of
-from pfeife.report.extra import plotly
+from pfeife.report.extra import plotly_script
 from pfeife.runtime import LocalPipeline
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.distributed.process_group import world_so_far
@@ -49,8 +49,8 @@ def measure(compiled: Compiled, state: State, microbatches: Sequence[Any], **opt
     profile(pipeline, state, microbatches, **options)
     timeline, memory = profile(pipeline, state, microbatches, **options), tuple[MemoryCurve, ...]()
     if isinstance(pipeline, DistributedPipeline):
-        given = compiled.target.optimizer if compiled.target else None
-        optimizer = given if isinstance(given, torch.optim.Optimizer) else None
+        counted = compiled.target.optimizer if compiled.target else None
+        optimizer = counted if isinstance(counted, torch.optim.Optimizer) else None
         memory = profile_memory(pipeline, state, microbatches, optimizer=optimizer, **options)
     raise Measured(compiled, report.Run(timeline, memory))
 
@@ -64,16 +64,18 @@ def write_report(
     kwargs: Mapping[str, Any],
 ) -> None:
     """See `PipelinedStep.report`."""
-    plotly()  # on every rank, before anything is measured
-    found = measured(backend, run, args, kwargs) if args or kwargs else None
-    if found is None and not backend.compiled:
+    plotly_script()  # on every rank, before anything is measured
+    seen_call = measured(backend, run, args, kwargs) if args or kwargs else None
+    if seen_call is None and not backend.compiled:
         raise ValueError(
             f"{name}.report: nothing was compiled yet; call the step first, or give the report "
             f"the arguments of a call: {name}.report({os.fspath(path)!r}, *batch)"
         )
     world = world_so_far()
     if not (world and world.rank):
-        compiled, seen = (found.compiled, found.run) if found else (backend.compiled[-1], None)
+        compiled, seen = (
+            (seen_call.compiled, seen_call.run) if seen_call else (backend.compiled[-1], None)
+        )
         files.write_text(Path(path), page_of(compiled, name, seen, _command(name, backend)))
 
 
@@ -112,9 +114,9 @@ def page_of(
     target = compiled.target
     assert target is not None
     predicted = report.expected(compiled.program, compiled.schedule, target)
-    given = compiled.clusters, compiled.program, predicted, target, "the step's schedule"
-    found = report.forecast_of(compiled.plan, *given)
-    notes = [compiled.summary, f"Advice: {advice(found)}"]
+    figures = compiled.clusters, compiled.program, predicted, target, "the step's schedule"
+    forecast = report.forecast_of(compiled.plan, *figures)
+    notes = [compiled.summary, f"Advice: {advice(forecast)}"]
     world = world_so_far()
     if measured is None:
         notes.append("Nothing was measured: give step.report the arguments of a call for that.")
@@ -131,12 +133,12 @@ def page_of(
         "command": command,
         "precision": ", ".join(kinds),
         "optimizer": optimizer_name(target.optimizer) if target.optimizer else "none counted",
-        "batch": found.samples or "",
-        "sequence": found.tokens // found.samples if found.tokens else "",
-        "microbatches": found.microbatches,
-        "machine": found.machine,
+        "batch": forecast.samples or "",
+        "sequence": forecast.tokens // forecast.samples if forecast.tokens else "",
+        "microbatches": forecast.microbatches,
+        "machine": forecast.machine,
     }
-    asked = {word: str(said) for word, said in words.items() if said != ""}
-    limit = found.memory_limit
-    about = report.About(title, found.machine, limit, tuple(notes), tried, asked)
+    about_words = {word: str(value) for word, value in words.items() if value != ""}
+    limit = forecast.memory_limit
+    about = report.About(title, forecast.machine, limit, tuple(notes), tried, about_words)
     return report.html(compiled.history, compiled.plan, predicted, measured, about)

@@ -30,8 +30,8 @@ def hooks_of(roots: Iterable[nn.Module]) -> dict[int, Guard]:
     names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     modules = dict.fromkeys(module for root in roots for module in root.modules())
     own = [getattr(module, name) for module in modules for name in names]
-    found = [*own, *_torch.hooks_of_all_modules()]
-    return {id(hooks): Guard.of(Part(hooks, ())) for hooks in found}
+    dicts = [*own, *_torch.hooks_of_all_modules()]
+    return {id(hooks): Guard.of(Part(hooks, ())) for hooks in dicts}
 
 
 def given_by(leaves: Sequence[Leaf]) -> dict[int, Given]:
@@ -50,9 +50,9 @@ def modules_of(step: Any) -> list[nn.Module]:
     code = getattr(function, "__code__", None)
     globals_ = getattr(function, "__globals__", {})
     owner = bound if bound is not None else step
-    found = [step, owner, *getattr(owner, "__dict__", {}).values()]
+    values = [step, owner, *getattr(owner, "__dict__", {}).values()]
     for cell in cells:
         with contextlib.suppress(ValueError):  # not bound yet
-            found.append(cell.cell_contents)
-    found += [globals_.get(name) for name in (code.co_names if code else ())]
-    return [one for one in found if isinstance(one, nn.Module)]
+            values.append(cell.cell_contents)
+    values += [globals_.get(name) for name in (code.co_names if code else ())]
+    return [value for value in values if isinstance(value, nn.Module)]

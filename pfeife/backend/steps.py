@@ -112,16 +112,16 @@ class Steps:
         self, request: Request, key: tuple, compiled: Compiled | None, seed: int | None
     ) -> list[torch.Tensor]:
         """The call that all ranks make. `seed` is None if none has been drawn for it."""
-        begun, said = time.perf_counter(), set[str]()
+        begun, logged = time.perf_counter(), set[str]()
         if compiled is not None and compiled.replans(request.args, request.options, request.world):
             self._drop(key)
-            said, compiled = compiled.said, None
+            logged, compiled = compiled.said, None
         show, earlier = None, list[Mapping[str, str]]()
         if compiled is None:
             show = shown(log, progress=request.options.progress, rank=request.rank)
             calls = (each.asked for each in self.backend.compiled)
             earlier = [call for call in calls if call.get("step") == self.name]
-            compiled = self._first(request, key, said, show)
+            compiled = self._first(request, key, logged, show)
         else:
             self.known[key] = self.known.pop(key)
             agree_on_changed(compiled.captured, request.args, request.world)
@@ -140,14 +140,14 @@ class Steps:
             self._log_build(compiled, show, earlier, begun, request.rank)
         return results
 
-    def _first(self, request: Request, key: tuple, said: set[str], show: Shown) -> Compiled:
-        """Builds and keeps a program, of whose earlier build some things have been `said`."""
+    def _first(self, request: Request, key: tuple, logged: set[str], show: Shown) -> Compiled:
+        """Builds and keeps a program, of whose earlier build some things were `logged`."""
         args, world = request.args, request.world
         with world.building("a step") if world else contextlib.nullcontext():
             if request.sent:
                 request.sent.everything()
             built = self._built(request.builder, args, world, show)
-            compiled = attrs.evolve(built, asked=self.texts.described(args), said=said)
+            compiled = attrs.evolve(built, asked=self.texts.described(args), said=logged)
             agree_on_changed(compiled.captured, args, world)
         self._keep(key, compiled, request)
         return compiled
@@ -190,9 +190,9 @@ class Steps:
         args, options = request.args, request.options
         trained = self._trained(args) if request.world else ()
         key = (options.microbatches, *self.graph.key(args), trained)
-        for kept, compiled in reversed(self.known.items()):
-            if kept[:-1] == key and not compiled.breaks(args, options.cut):
-                return kept, compiled
+        for program_key, compiled in reversed(self.known.items()):
+            if program_key[:-1] == key and not compiled.breaks(args, options.cut):
+                return program_key, compiled
         return (*key, next(self.builds)), None
 
     def build(self, args: Sequence[Any], options: Options, show: Shown) -> Compiled:

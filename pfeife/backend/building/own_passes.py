@@ -29,16 +29,16 @@ _NOISE = 1e-6  # a share of the largest value of its kind: zero, but for roundin
 def guarded(passes: Passes) -> Passes:
     """The same passes, what they edit settled, and refused where one does not give a sound program
     with the ports it was given."""
-    return {level: tuple(_guarded(level, one) for one in each) for level, each in passes.items()}
+    return {level: tuple(_guarded(level, own) for own in each) for level, each in passes.items()}
 
 
-def _guarded(level: str, one: Pass) -> Pass:
-    name = pass_name(one)
+def _guarded(level: str, own: Pass) -> Pass:
+    name = pass_name(own)
 
     def run(program: Program) -> Program:
         before = fingerprint(program)
         try:
-            result = one(program)
+            result = own(program)
         except Exception as error:
             error.add_note(f"in the pass {name} of the option passes, on the program of {level}")
             raise
@@ -58,13 +58,13 @@ def _guarded(level: str, one: Pass) -> Pass:
             raise ValueError(f"{where} {_other_ports(program, result)}")
         return result
 
-    functools.update_wrapper(run, one)
+    functools.update_wrapper(run, own)
     run.__qualname__ = name
     return run
 
 
 def _other_ports(program: Program, result: Program) -> str:
-    before, after = ({*one.inputs, *one.outputs} for one in (program, result))
+    before, after = ({*each.inputs, *each.outputs} for each in (program, result))
     names = sorted({port.name for port in before ^ after})
     return (
         f"it has changed the ports {names or 'in their order'}; what goes into a step and comes "

@@ -41,18 +41,20 @@ class Residence:
         where their steps are captured. Raises ValueError, and moves none, for different tensors in
         one memory."""
         places = [(o, *self.known.get(o, (device, home))) for _, o, device in state]
-        moving = [(one, device) for one, device, _ in places if one.device != device]
+        moving = [(tensor, device) for tensor, device, _ in places if tensor.device != device]
         if moving:
-            names = {id(one): name for name, one, _ in state}
-            _check_memory([one for one, _, _ in places], {id(one) for one, _ in moving}, names)
-        for one, device, captured in places:
-            self.known[one] = device, captured
-        for one, device in moving:
-            _move(one, device)
+            names = {id(tensor): name for name, tensor, _ in state}
+            _check_memory(
+                [tensor for tensor, _, _ in places], {id(tensor) for tensor, _ in moving}, names
+            )
+        for tensor, device, captured in places:
+            self.known[tensor] = device, captured
+        for tensor, device in moving:
+            _move(tensor, device)
         if moving and not self.follows:
             self.follows = True
             register_optimizer_step_pre_hook(self._follow)
-        return [one for one, device, captured in places if device != captured]
+        return [tensor for tensor, device, captured in places if device != captured]
 
     def _follow(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """What an optimizer keeps, perhaps since before the first call, is where its parameters
@@ -87,28 +89,28 @@ def may_move(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.is_leaf and not tensor.is_inference()
 
 
-def _move(one: torch.Tensor, device: torch.device) -> None:
-    gradient, one.grad = one.grad, None
-    one.data = one.data.to(device)
+def _move(tensor: torch.Tensor, device: torch.device) -> None:
+    gradient, tensor.grad = tensor.grad, None
+    tensor.data = tensor.data.to(device)
     if gradient is not None:
-        one.grad = gradient.to(device)
+        tensor.grad = gradient.to(device)
 
 
-def _bring(kept: MutableMapping[str, Any], device: torch.device, counts: bool) -> None:
+def _bring(state: MutableMapping[str, Any], device: torch.device, counts: bool) -> None:
     """Brings what an optimizer keeps for a parameter to a device, the count of steps only if its
     kernels want it there."""
-    for name, value in kept.items():
+    for name, value in state.items():
         if isinstance(value, torch.Tensor) and (name != "step" or counts):
-            kept[name] = value.to(device)
+            state[name] = value.to(device)
 
 
 def _check_memory(
     tensors: Sequence[torch.Tensor], moving: set[int], names: Mapping[int, str]
 ) -> None:
-    for one, other in overlapping(tensors):
-        if {id(one), id(other)} & moving:
+    for tensor, other in overlapping(tensors):
+        if {id(tensor), id(other)} & moving:
             raise ValueError(
-                f"option devices: {names[id(one)]} and {names[id(other)]} share memory, but are "
+                f"option devices: {names[id(tensor)]} and {names[id(other)]} share memory, but are "
                 "two tensors, and would not share it on the devices of their stages: tie them by "
                 "being one parameter (b.weight = a.weight)"
             )

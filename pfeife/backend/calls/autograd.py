@@ -102,21 +102,21 @@ class _LossInside(torch.autograd.Function):
 
     @staticmethod
     @as_backward()
-    def backward(ctx: Any, *given: torch.Tensor | None) -> Gradients:
+    def backward(ctx: Any, *arrived: torch.Tensor | None) -> Gradients:
         _check_backward(ctx.captured.program)
         _check_accumulates(ctx, ctx.elsewhere)
         _, *gradients = ctx.saved_tensors
         at = ctx.captured.results.index("loss")
-        others = [i for i, g in enumerate(given) if g is not None and i != at]
+        others = [i for i, g in enumerate(arrived) if g is not None and i != at]
         if others:
-            kept = ctx.captured.kept.get(ctx.captured.results[others[0]])
-            what = f"attribute {kept.name}" if kept else f"result {others[0]}"
+            attribute = ctx.captured.kept.get(ctx.captured.results[others[0]])
+            what = f"attribute {attribute.name}" if attribute else f"result {others[0]}"
             raise RuntimeError(
                 f"{what} of the step received a gradient, but result {at} was "
                 "taken as the loss and only its gradient is computed: return the whole loss, "
                 'or say with loss= which result it is, or loss="outside" if none is'
             )
-        scale, overflow = given[at], ctx.overflow
+        scale, overflow = arrived[at], ctx.overflow
         if scale is None:  # nothing of what was differentiated came from the loss
             return (None,) * (4 + len(gradients))
         world = world_so_far()
@@ -150,7 +150,7 @@ class _LossOutside(torch.autograd.Function):
 
     @staticmethod
     @as_backward()
-    def backward(ctx: Any, *given: torch.Tensor | None) -> Gradients:
+    def backward(ctx: Any, *arrived: torch.Tensor | None) -> Gradients:
         _check_backward(ctx.captured.program)
         _check_accumulates(ctx, ctx.ran.elsewhere if ctx.ran else ())
         ran, ctx.ran = ctx.ran, None
@@ -164,7 +164,7 @@ class _LossOutside(torch.autograd.Function):
         begun = meter.begin()
         with ran.step.preparing():
             ctx.saved_tensors  # noqa: B018  raises if one was changed in place
-            tangents = ran.tangents(given)
+            tangents = ran.tangents(arrived)
             ran.step.compare(tangents, values=ran.call.options.compare_batches)
             ran.step.set_tangents(tangents)
         gradients, figures = ran.backward()
@@ -194,7 +194,7 @@ def _alone(gradients: Sequence[torch.Tensor]) -> set[int]:
     for gradient in gradients:
         if gradient.layout == torch.strided:
             memories.setdefault(gradient.untyped_storage().data_ptr(), []).append(gradient)
-    return {id(one) for parts in memories.values() if _fill_memory(parts) for one in parts}
+    return {id(part) for parts in memories.values() if _fill_memory(parts) for part in parts}
 
 
 def _fill_memory(parts: Sequence[torch.Tensor]) -> bool:

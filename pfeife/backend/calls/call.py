@@ -297,7 +297,7 @@ def _cut(
 
 def _values(microbatches: Sequence[Mapping[str, torch.Tensor]], name: str) -> list[torch.Tensor]:
     """A result of those microbatches that have it here."""
-    return [one[name] for one in microbatches if name in one]
+    return [outputs[name] for outputs in microbatches if name in outputs]
 
 
 def _later(program: Program, count: int, sizes: Mapping[str, int]) -> list[dict[str, torch.Tensor]]:

@@ -174,65 +174,65 @@ def check_passes(instance: object, attribute: attrs.Attribute, value: Any) -> No
 # keywords of `pfeife.compile`.
 
 
-def as_partition(given: Partition | None) -> Partition | None:
+def as_partition(partition: Partition | None) -> Partition | None:
     """A list as a tuple."""
-    return tuple(given) if isinstance(given, list) else given
+    return tuple(partition) if isinstance(partition, list) else partition
 
 
-def as_borders(given: CutAt) -> CutAt:
+def as_borders(borders: CutAt) -> CutAt:
     """A list as a tuple."""
-    return tuple(given) if isinstance(given, list) else given
+    return tuple(borders) if isinstance(borders, list) else borders
 
 
-def as_recompute(given: RecomputePolicy | None) -> RecomputePolicy | None:
+def as_recompute(policy: RecomputePolicy | None) -> RecomputePolicy | None:
     """A list as a tuple."""
-    return tuple(given) if isinstance(given, list) else given
+    return tuple(policy) if isinstance(policy, list) else policy
 
 
-def as_devices(given: Sequence[str | torch.device] | None) -> tuple[Any, ...] | None:
+def as_devices(devices: Sequence[str | torch.device] | None) -> tuple[Any, ...] | None:
     """A list as a tuple; what is none is refused by the check."""
-    return tuple(given) if isinstance(given, list) else given  # type: ignore[return-value]
+    return tuple(devices) if isinstance(devices, list) else devices  # type: ignore[return-value]
 
 
-def dtype_of(given: torch.dtype | str | None) -> torch.dtype | None:
+def dtype_of(name: torch.dtype | str | None) -> torch.dtype | None:
     """A dtype by its name; what is none is refused by the check."""
-    dtype = getattr(torch, given, given) if isinstance(given, str) else given
-    return dtype if isinstance(dtype, torch.dtype) else given  # type: ignore[return-value]
+    dtype = getattr(torch, name, name) if isinstance(name, str) else name
+    return dtype if isinstance(dtype, torch.dtype) else name  # type: ignore[return-value]
 
 
-def optimizer_or_none(given: Optimizer | None) -> Optimizer | None:
+def optimizer_or_none(optimizer: Optimizer | None) -> Optimizer | None:
     """An optimizer by its name. Raises ValueError for what is none."""
-    if given is None:
+    if optimizer is None:
         return None
     try:
-        return optimizer_of(given)
+        return optimizer_of(optimizer)
     except ValueError as error:
         raise ValueError(f"option {error}") from None
 
 
-def plan_of(given: Plan | str | os.PathLike[str] | None) -> Plan | None:
+def plan_of(source: Plan | str | os.PathLike[str] | None) -> Plan | None:
     """A plan, read from its file if that is given. Raises ValueError for a file without one."""
-    if not isinstance(given, str | os.PathLike):
-        return given
+    if not isinstance(source, str | os.PathLike):
+        return source
     try:
-        return plain.load(Plan, Path(given))
+        return plain.load(Plan, Path(source))
     except OSError as error:
         reason = error.strerror
     except ValueError as error:
         reason = str(error)
     raise ValueError(
-        f"option plan={str(given)!r}: {reason}; `pfeife plan --out {given}` writes one, and so "
+        f"option plan={str(source)!r}: {reason}; `pfeife plan --out {source}` writes one, and so "
         "does plain.save(step.backend.compiled[0].plan, path)"
     )
 
 
-def passes_of(given: Passes) -> Passes:
+def passes_of(value: Passes) -> Passes:
     """Passes by level, in tuples."""
-    if not isinstance(given, Mapping):
-        return given
+    if not isinstance(value, Mapping):
+        return value
     return {
         level: tuple(passes) if isinstance(passes, list | tuple) else passes
-        for level, passes in given.items()
+        for level, passes in value.items()
     }
 
 
@@ -243,8 +243,8 @@ def described_passes(value: Passes) -> str:
 
 def boundaries(partition: Partition | CutAt | None) -> dict[str, str]:
     """The modules at which a partition, or a choice of borders, wants clusters to start."""
-    named = isinstance(partition, tuple) and all(isinstance(one, str) for one in partition)
-    return {str(one): "begin" for one in partition} if named else {}  # type: ignore[union-attr]
+    named = isinstance(partition, tuple) and all(isinstance(module, str) for module in partition)
+    return {str(module): "begin" for module in partition} if named else {}  # type: ignore[union-attr]
 
 
 def check_together(options: Any) -> None:

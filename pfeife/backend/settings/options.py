@@ -137,23 +137,23 @@ def versions() -> tuple[str, ...]:
     return f"torch {torch.__version__}", f"pfeife {VERSION}", f"Python {python}"
 
 
-def options_from(asked: Mapping[str, Any]) -> Options:
+def options_from(options: Mapping[str, Any]) -> Options:
     """Options from a mapping. Raises ValueError for a name that is none, or a wrong value."""
     names = [field.name for field in FIELDS]
-    unknown = sorted(map(str, set(asked) - set(names)))
+    unknown = sorted(map(str, set(options) - set(names)))
     if unknown:
         near = [close for name in unknown for close in get_close_matches(name, names, n=1)]
         meant = f"did you mean {near}?" if near else f"there are {names}"
         raise ValueError(f"unknown options {unknown}; {meant}")
     # A mesh counts the replicas, so that they need not be said; before any check looks at them.
-    mesh = mesh_of(asked.get("mesh"))
+    mesh = mesh_of(options.get("mesh"))
     if mesh is not None:
-        if asked.get("replicas", mesh.replicas) != mesh.replicas:
+        if options.get("replicas", mesh.replicas) != mesh.replicas:
             raise ValueError(
-                f"options replicas={asked['replicas']} and mesh={asked['mesh']!r}, which has "
+                f"options replicas={options['replicas']} and mesh={options['mesh']!r}, which has "
                 f"{mesh.replicas}: leave the first one out"
             )
-        asked = {**asked, "mesh": mesh, "replicas": mesh.replicas}
-    options = Options(**asked)
-    check_together(options)
-    return options
+        options = {**options, "mesh": mesh, "replicas": mesh.replicas}
+    made = Options(**options)
+    check_together(made)
+    return made

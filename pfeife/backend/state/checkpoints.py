@@ -63,8 +63,8 @@ class Checkpoints:
         if keep is not None and keep < 1:
             raise ValueError(f"keep={keep}: must be at least 1, or None to keep all")
         self.folder, self.model, self.keep, self.others = Path(folder), model, keep, others
-        one = isinstance(optimizer, torch.optim.Optimizer)
-        self.optimizers: list[Any] = [optimizer] if one else [*optimizer]  # type: ignore[misc]
+        alone = isinstance(optimizer, torch.optim.Optimizer)
+        self.optimizers: list[Any] = [optimizer] if alone else [*optimizer]  # type: ignore[misc]
         self._writing: Writing | None = None
 
     def latest(self) -> Path | None:
@@ -103,13 +103,13 @@ class Checkpoints:
         """
         self.wait()
         world = self._world()
-        found = Path(path) if path is not None else self.latest()
+        checkpoint = Path(path) if path is not None else self.latest()
         if world is not None:
             with world.busy(lambda: Activity("Checkpoints.load")):
-                world.check_agreement(str(found and found.name), "the checkpoint to load")
-        if found is None:
+                world.check_agreement(str(checkpoint and checkpoint.name), "the checkpoint to load")
+        if checkpoint is None:
             return 0
-        folder = Folder(found)
+        folder = Folder(checkpoint)
         check_beside(folder, self.others)
         load_model(self.model, folder, world)
         load_optimizers(self.optimizers, names_of(self.model), folder, world)
@@ -122,15 +122,15 @@ class Checkpoints:
 
     def _state(self, step: int, world: World | None) -> dict[str, Any]:
         """What this rank writes: a dict for torch.distributed.checkpoint."""
-        found: dict[str, Any] = {}
+        beside_model: dict[str, Any] = {}
         refused: ValueError | None = None
         try:
             self._check_step(step)
-            mine = beside(self.others)
+            extra = beside(self.others)
             optim = share_of_optimizers(names_of(self.model), self.optimizers, world)
-            found = {OPTIMIZER: optim} if self.optimizers else {}
+            beside_model = {OPTIMIZER: optim} if self.optimizers else {}
             if world is None or world.rank == 0:
-                found |= {BESIDE: mine, _STEP: step}
+                beside_model |= {BESIDE: extra, _STEP: step}
         except ValueError as error:
             refused = error
         if world is None:
@@ -138,11 +138,11 @@ class Checkpoints:
                 raise refused
             state: dict[str, Any] = dict(self.model.state_dict())
         else:
-            groups = found.get(OPTIMIZER, {}).get("param_groups", ())
-            told = "\n".join([*self.others, *map(str, groups)])
-            whole = all_state(self.model, world, f"Checkpoints.save({step})", told, refused)
+            groups = beside_model.get(OPTIMIZER, {}).get("param_groups", ())
+            text = "\n".join([*self.others, *map(str, groups)])
+            whole = all_state(self.model, world, f"Checkpoints.save({step})", text, refused)
             state = share_of_model(self.model, whole, world)
-        return {**found, MODEL: {plain_name(name): value for name, value in state.items()}}
+        return {**beside_model, MODEL: {plain_name(name): value for name, value in state.items()}}
 
     def _check_step(self, step: int) -> None:
         last = max(complete(self.folder), default=-1)

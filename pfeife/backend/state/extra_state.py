@@ -22,9 +22,9 @@ def beside(others: Mapping[str, Any]) -> dict[str, Any]:
     """The states of some objects with `state_dict()`, and that of Python's, numpy's and torch's
     random numbers on the CPU, with those of generators that objects have (as a DataLoader). Raises
     ValueError for a state of other things than tensors and plain data."""
-    states = {name: one.state_dict() for name, one in others.items()}
-    random_state = {"of": {name: one.get_state() for name, one in _generators(others).items()}}
-    return {name: _written(name, one) for name, one in {**states, _RANDOM: random_state}.items()}
+    states = {name: other.state_dict() for name, other in others.items()}
+    numbers = {"of": {name: each.get_state() for name, each in _generators(others).items()}}
+    return {name: _written(name, state) for name, state in {**states, _RANDOM: numbers}.items()}
 
 
 def check_beside(folder: Folder, others: Mapping[str, Any]) -> None:
@@ -36,10 +36,10 @@ def check_beside(folder: Folder, others: Mapping[str, Any]) -> None:
 
 def load_beside(folder: Folder, others: Mapping[str, Any]) -> None:
     """Reads these states back."""
-    for name, one in others.items():
-        one.load_state_dict(_read(name, folder))
+    for name, other in others.items():
+        other.load_state_dict(_read(name, folder))
         # A loader makes its iterator now, so that its draws come before the numbers are put back.
-        one.state_dict()
+        other.state_dict()
     if folder.under(f"{BESIDE}.{_RANDOM}."):
         states = _read(_RANDOM, folder)["of"]
         for name, generator in _generators(others).items():
@@ -53,16 +53,16 @@ def _written(name: str, state: Any) -> dict[str, Any]:
         text = encoded(state, tensors)
     except CollectiveError as error:
         raise ValueError(f"the state of {name} cannot be saved: {error}") from None
-    return {"text": text, "tensors": {str(at): one.clone() for at, one in enumerate(tensors)}}
+    return {"text": text, "tensors": {str(at): tensor.clone() for at, tensor in enumerate(tensors)}}
 
 
 def _read(name: str, folder: Folder) -> Any:
     prefix = f"{BESIDE}.{name}."
-    found = {
-        key.removeprefix(prefix): one for key, one in folder.read(folder.under(prefix)).items()
+    values = {
+        key.removeprefix(prefix): value for key, value in folder.read(folder.under(prefix)).items()
     }
-    text = found.pop("text")
-    return decoded(text, [found[f"tensors.{at}"] for at in range(len(found))])
+    text = values.pop("text")
+    return decoded(text, [values[f"tensors.{at}"] for at in range(len(values))])
 
 
 class _Python:
@@ -90,8 +90,10 @@ class _Numpy:
 
 
 def _generators(others: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {"torch": torch.default_generator, "python": _Python()}
+    generators: dict[str, Any] = {"torch": torch.default_generator, "python": _Python()}
     if "numpy" in sys.modules:
-        found["numpy"] = _Numpy()
-    own = {name: getattr(one, "generator", None) for name, one in others.items()}
-    return found | {f"{n}.generator": g for n, g in own.items() if isinstance(g, torch.Generator)}
+        generators["numpy"] = _Numpy()
+    own = {name: getattr(other, "generator", None) for name, other in others.items()}
+    return generators | {
+        f"{n}.generator": g for n, g in own.items() if isinstance(g, torch.Generator)
+    }

@@ -44,11 +44,11 @@ def _whole(value: Any, world: World) -> Any:
     owned = owner_of(value, world)
     if owned is None:
         return _copied(value)
-    found = torch.empty(value.shape, dtype=value.dtype, device=world.device)
+    whole = torch.empty(value.shape, dtype=value.dtype, device=world.device)
     if not is_absent(value):
-        found.copy_(value.detach())
-    world.broadcast(found.reshape(-1).view(torch.uint8), owned.first)
-    return found.to("cpu")
+        whole.copy_(value.detach())
+    world.broadcast(whole.reshape(-1).view(torch.uint8), owned.first)
+    return whole.to("cpu")
 
 
 def clip_grad_norm_(
@@ -65,18 +65,18 @@ def clip_grad_norm_(
     that is not finite if `error_if_nonfinite`, ValueError if ranks call it with other arguments or
     call something else, PipelineError if a rank does not call it.
     """
-    one = isinstance(parameters, torch.Tensor)
-    listed: list[Any] = [parameters] if one else list(parameters)
+    is_tensor = isinstance(parameters, torch.Tensor)
+    listed: list[Any] = [parameters] if is_tensor else list(parameters)
     world = world_so_far()
-    known = [owner_of(parameter, world) for parameter in listed]
-    if world is None or not any(known):
+    owned = [owner_of(parameter, world) for parameter in listed]
+    if world is None or not any(owned):
         return torch.nn.utils.clip_grad_norm_(
             listed, max_norm, norm_type, error_if_nonfinite, foreach
         )
     with world.busy(lambda: Activity("clip_grad_norm_")):
-        asked = f"{len(listed)} tensors, max_norm={max_norm}, norm_type={norm_type}"
-        world.agreed(asked, "the arguments of clip_grad_norm_")
-        norms = _norms(listed, known, float(norm_type), world)
+        arguments = f"{len(listed)} tensors, max_norm={max_norm}, norm_type={norm_type}"
+        world.agreed(arguments, "the arguments of clip_grad_norm_")
+        norms = _norms(listed, owned, float(norm_type), world)
     total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
@@ -88,18 +88,18 @@ def clip_grad_norm_(
 
 
 def _norms(
-    parameters: Sequence[torch.Tensor], known: Sequence[Owned | None], kind: float, world: World
+    parameters: Sequence[torch.Tensor], owners: Sequence[Owned | None], kind: float, world: World
 ) -> list[torch.Tensor]:
     """The norm of each gradient that there is, on every rank, in the parameters' order and in
     their dtypes, as torch adds them up in one process."""
-    mine = torch.full((len(parameters),), -1.0, dtype=torch.float64, device=world.device)
+    norms = torch.full((len(parameters),), -1.0, dtype=torch.float64, device=world.device)
     for at, parameter in enumerate(parameters):
         if is_here(parameter.grad):
-            mine[at] = torch.linalg.vector_norm(parameter.grad.detach(), kind)
-    found = world.gather(mine)
+            norms[at] = torch.linalg.vector_norm(parameter.grad.detach(), kind)
+    by_rank = world.gather(norms)
     counted = [
-        (found[owned.first if owned else 0][at], parameter)
-        for at, (parameter, owned) in enumerate(zip(parameters, known, strict=True))
+        (by_rank[owned.first if owned else 0][at], parameter)
+        for at, (parameter, owned) in enumerate(zip(parameters, owners, strict=True))
     ]
     return [
         norm.to(parameter.device, parameter.dtype)

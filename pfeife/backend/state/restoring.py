@@ -28,7 +28,7 @@ def plain_name(name: str) -> str:
 
 def names_of(model: nn.Module) -> dict[torch.Tensor, str]:
     """The first name of every parameter."""
-    return {one: plain_name(name) for name, one in model.named_parameters()}
+    return {parameter: plain_name(name) for name, parameter in model.named_parameters()}
 
 
 def load_model(model: nn.Module, folder: Folder, world: World | None) -> None:
@@ -41,24 +41,24 @@ def load_model(model: nn.Module, folder: Folder, world: World | None) -> None:
         if waiting
         else reading(world, lambda: model.state_dict(keep_vars=True))
     )
-    keys = {f"{MODEL}.{plain_name(name)}": one for name, one in state.items()}
+    keys = {f"{MODEL}.{plain_name(name)}": value for name, value in state.items()}
     _check(keys, folder)
     own = aliases(model)
-    if not all(id(one) in own or _is_extra(key) for key, one in keys.items()):
+    if not all(id(value) in own or _is_extra(key) for key, value in keys.items()):
         # A hook has made something else of the state: there is one that makes it again.
         whole = folder.whole(keys)
         model.load_state_dict({name: whole[f"{MODEL}.{plain_name(name)}"] for name in state})
         return
     if waiting:
-        names = {one: [plain_name(name) for name in several] for one, several in own.items()}
+        names = {value: [plain_name(name) for name in several] for value, several in own.items()}
         others = [key.removeprefix(f"{MODEL}.") for key in folder.tensors if _is_extra(key)]
         shelve(waiting, names, folder.path, others)
     with _loading(world):
         folder.fill(
             {
-                key: one.detach()
-                for key, one in keys.items()
-                if not (_is_extra(key) or is_waiting(one) or _is_missing(one, world))
+                key: value.detach()
+                for key, value in keys.items()
+                if not (_is_extra(key) or is_waiting(value) or _is_missing(value, world))
             }
         )
         extra = folder.whole(key for key in keys if _is_extra(key))
@@ -71,16 +71,16 @@ def load_model(model: nn.Module, folder: Folder, world: World | None) -> None:
 def _state_without_values(model: nn.Module) -> dict[str, Any]:
     """What `state_dict()` has, where hooks and `get_extra_state` may not read values: of extra
     state only the names."""
-    found: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         buffers = module._buffers.items()
         tensors = [*module._parameters.items()]
         tensors += [pair for pair in buffers if pair[0] not in module._non_persistent_buffers_set]
-        own = {name: one for name, one in tensors if one is not None}
+        own = {name: value for name, value in tensors if value is not None}
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             own[_EXTRA] = None
-        found |= {f"{path}.{name}" if path else name: one for name, one in own.items()}
-    return found
+        state |= {f"{path}.{name}" if path else name: value for name, value in own.items()}
+    return state
 
 
 def _is_extra(key: str) -> bool:
@@ -100,7 +100,7 @@ def _check(keys: Mapping[str, Any], folder: Folder) -> None:
         name, *_ = f"{key}.".partition(f".{_EXTRA}.")
         shape = () if _is_extra(key) or key in folder.objects else folder.tensors[key].shape
         there[f"{name}.{_EXTRA}" if _is_extra(key) else key] = shape
-    wanted = {key: () if _is_extra(key) else one.shape for key, one in keys.items()}
+    wanted = {key: () if _is_extra(key) else value.shape for key, value in keys.items()}
     check_shapes(_without_prefix(wanted), _without_prefix(there), folder.path)
 
 
@@ -127,9 +127,9 @@ def load_optimizers(
         groups, at = [], 0
         for group in optimizer.param_groups:
             params = group["params"]
-            told = _options(name_in(names, params[0]), folder) if params else {}
+            options = _options(name_in(names, params[0]), folder) if params else {}
             rest = {key: value for key, value in group.items() if key != "params"}
-            groups.append({**rest, **told, "params": list(range(at, at + len(params)))})
+            groups.append({**rest, **options, "params": list(range(at, at + len(params)))})
             at += len(params)
         later = world is not None and not world.ownership.owns_any(_parameters(optimizer))
         state = {} if later else _state(optimizer, names, folder, world)
@@ -179,8 +179,8 @@ def _options(name: str, folder: Folder) -> dict[str, Any]:
             f"{folder.path} has no options of an optimizer for {name}: it was saved with one of "
             "other parameters, or with none"
         )
-    found = folder.read(key for key in folder.under(prefix) if key != f"{prefix}params")
-    return {key.removeprefix(prefix): value for key, value in found.items()}
+    options = folder.read(key for key in folder.under(prefix) if key != f"{prefix}params")
+    return {key.removeprefix(prefix): value for key, value in options.items()}
 
 
 def _state(
@@ -192,25 +192,25 @@ def _state(
     """The state of what this rank trains, by the places of the parameters."""
     own = _parameters(optimizer)
     prefixes = {
-        at: f"{_STATE}{name_in(names, one)}."
-        for at, one in enumerate(own)
-        if _is_trained_here(one, world)
+        at: f"{_STATE}{name_in(names, parameter)}."
+        for at, parameter in enumerate(own)
+        if _is_trained_here(parameter, world)
     }
     keys = {key: at for at, prefix in prefixes.items() for key in folder.under(prefix)}
-    found: dict[int, Any] = {}
+    state: dict[int, Any] = {}
     for key, value in folder.read(keys).items():
         *parts, last = key.removeprefix(prefixes[keys[key]]).split(".")
-        into = found.setdefault(keys[key], {})
+        into = state.setdefault(keys[key], {})
         for part in parts:
             into = into.setdefault(part, {})
         into[last] = value
-    return found
+    return state
 
 
-def _is_trained_here(one: torch.Tensor, world: World | None) -> bool:
-    owned = owner_of(one, world)
+def _is_trained_here(tensor: torch.Tensor, world: World | None) -> bool:
+    owned = owner_of(tensor, world)
     return owned is None or world is None or owned.trains(world.rank)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [one for group in optimizer.param_groups for one in group["params"]]
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -22,20 +22,20 @@ def with_values(
     """While a call builds and runs a step over models from `deferred_init`. They have their values
     then if these are made `at_once`. Else (that is what it gives) nothing may be read until the
     step is built: then each rank makes what its stages use, and afterwards what no step uses."""
-    found = deferred_tensors(step, arguments)
-    if not found:
+    deferred = deferred_tensors(step, arguments)
+    if not deferred:
         yield False
         return
     roots = () if at_once else Places(step, arguments).roots.values()
     state = {number for root in roots for number in aliases(root)}
-    _make([one for one in found if id(one) not in state])
-    prepare(one for one in found if is_waiting(one))
+    _make([tensor for tensor in deferred if id(tensor) not in state])
+    prepare(tensor for tensor in deferred if is_waiting(tensor))
     yield not at_once
-    _make([one for one in found if is_waiting(one)])
+    _make([tensor for tensor in deferred if is_waiting(tensor)])
 
 
 def _make(tensors: Sequence[torch.Tensor]) -> None:
     if tensors:
-        size = report.size(sum(one.nbytes for one in tensors))
+        size = report.size(sum(tensor.nbytes for tensor in tensors))
         log.info("making the values of %d deferred tensors: %s", len(tensors), size)
         make(tensors)
