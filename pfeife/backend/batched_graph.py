@@ -45,6 +45,8 @@ class BatchedGraph(Graph):
             bool(n.users) and all((u.op, u.target) == ("call_method", "item") for u in n.users)
             for n in nodes
         ]
+        # Who has marked a dimension has said where the batch is; else it is taken for dimension 0,
+        # which the first call has to bear out.
         self.marked = self.sure = any(_marks(e) for e in examples)
         self.said = True  # what is not marked is refused
         self.shows = True  # a run may show where rows are, if no rule tells it
@@ -97,6 +99,8 @@ class BatchedGraph(Graph):
 
     def _dim(self, argument: Argument, shape: Sequence[Any]) -> int | None:
         dims = [i for i, size in enumerate(shape) if self._is_batch(size)]
+        # A sequence may be as long as the batch has rows: then both have one symbol, and nobody can
+        # tell them apart.
         if len(dims) > 1 or (dims and not argument.given):
             what = f"dimensions {dims} of" if argument.given else "a size of the closed-over tensor"
             raise ValueError(
@@ -113,12 +117,16 @@ class BatchedGraph(Graph):
     def _is_batch(self, size: Any) -> bool:
         if isinstance(size, int):
             return False
+        # By expression, not by value: two sizes that happen to be equal in this call have symbols
+        # of their own.
         return any(size.node.expr == batch.node.expr for batch in self.sizes)
 
     def capture(self, args: Sequence[Any], options: Options) -> Captured:
         """The program at the microbatch's shapes. Raises ValueError if the batch does not
         divide, or the graph was specialised to the full batch."""
         count = options.cut
+        # Dynamo makes a size a number where it has seen no other one yet, and where it is 0 or 1:
+        # such a graph holds for these rows alone.
         if count > 1 and all(dim is None for dim in self.dims):
             raise ValueError(
                 f"microbatches={count}, but the graph is specialised to this batch: no input has "
@@ -132,6 +140,8 @@ class BatchedGraph(Graph):
             _check_pairs(self.module, self._is_batch)
         try:
             if self.is_open:
+                # A program for all sizes first: it spares a build for each length that comes. Not
+                # every step has one.
                 captured = self._captured(args, options, is_open=True)
                 if not captured.breaks(args, count):
                     return captured
@@ -191,6 +201,8 @@ class BatchedGraph(Graph):
         """Raises ValueError if what Python has asked of the rows of the batch is not so for those
         of a microbatch."""
         triples = zip(self.dims, self.shapes, args, strict=True)
+        # Dynamo has recorded what the step asked of the sizes of the whole batch. These guards have
+        # to hold for a microbatch too, as its rows are the ones that the program computes with.
         each = {s[dim].node.expr: v.shape[dim] // count for dim, s, v in triples if dim is not None}
         broken = _torch.broken_guard(self.sizes, each)
         if broken:
@@ -212,6 +224,7 @@ class BatchedGraph(Graph):
         shape = [*value.shape]
         if dim is None:
             return attrs.evolve(argument, example=fake_like(argument.example.fake_mode, value))
+        # Several times as many rows tell which dimensions of the results grow with them.
         shape[dim] = shape[dim] // count * times
         example = fake_like(argument.example.fake_mode, value, tuple(shape))
         return attrs.evolve(argument, role=Role.BATCH, example=example, batch_dim=dim)

@@ -36,7 +36,10 @@ class CallTexts:
         """All that a call's program and its messages depend on, a line each; and what the ranks of
         one replica have alike, if each replica is given a batch of its own."""
         gradients = f"gradients {'on' if torch.is_grad_enabled() else 'off'}"
+        # Ranks may hold different programs of one step, where one of them has dropped or rebuilt
+        # it: running both would mix their messages.
         built = f"program {compiled.digest}" if compiled else "a program that is not built yet"
+        # The backwards run with this number before it arrives, so all ranks must expect the same.
         if compiled and compiled.loss_scale:
             built += f", its loss with the gradient {compiled.loss_scale.value:g}"
         lines = [

@@ -26,6 +26,7 @@ class Context:
         self.options = options
         self.compiled: list[Compiled] = []
         # Of a step that Dynamo has broken: with gradients, and without.
+        # Dynamo compiles a step anew without gradients: its graphs are others then.
         self.parts = {True: Parts(), False: Parts()}
         target, network = options.machine, options.network
         target = target if isinstance(target, Machine | None) else machine(target)

@@ -38,6 +38,7 @@ class Backend(Context):
         What is wrong is raised at that call, since torch may be told to suppress what a backend
         raises, and to go on with eager.
         """
+        # Before Dynamo has made its guards of this graph, which is right after this call.
         _torch.guard_tensors()
         try:
             if _torch.is_last_compilation():
@@ -45,12 +46,15 @@ class Backend(Context):
             steps = self.steps(module, examples)
         except Exception as error:
             return _raising(error)
+        # Dynamo does not guard dicts of hooks: a hook that comes later would silently not run.
         hooks = hooks_of(steps.graph.inputs.modules).values()
 
         def run(*args: Any) -> Any:
             if any(guard.broken() for guard in hooks):
                 raise ValueError(_HOOKS)
             results = steps(args)
+            # Only now: what a person does with the figures may raise, or wait, and this call is
+            # over.
             self.meter.tell()
             return results
 
@@ -72,10 +76,12 @@ class Backend(Context):
                     "which captures the step by itself; torch.compile has captured it with the "
                     f"{what} as they are"
                 )
+        # Both are known only while Dynamo compiles, that is now, and not when the result is called.
         name, broken = _torch.frame_name(), _torch.graph_break()
         if not broken:
             steps = Steps(self, BatchedGraph(module, examples, self.losses), name)
             return self.known_steps(steps, module)
+        # Between two graphs the step's Python sees the whole batch, which no rank has here.
         if options.batch != "global":
             raise ValueError(
                 f"option batch={options.batch!r}: {name} is broken into several graphs, and "
@@ -106,6 +112,8 @@ class Backend(Context):
         if not is_one_of_several():
             return steps
         inputs = steps.graph.inputs
+        # By text, since Dynamo gives every graph a new module; and by the modules that it reads,
+        # since two models of one class have graphs of the same text.
         text = f"{type(steps).__name__} {steps.name} {text_of(module, inputs)}"
         earlier = self.graphs.get(text)
         if earlier is None or set(earlier.graph.inputs.modules) != set(inputs.modules):

@@ -156,15 +156,20 @@ def _by_doors(
     guards: list[tuple[Assumption, ...]] = []
 
     def build(steps: Steps, values: Sequence[Any], options: Options, _: Any) -> list[torch.Tensor]:
+        # By an exception, as the call is inside of Dynamo here: nothing of the step runs after
+        # that.
         raise _Built(steps.build(values, options, _silent()))
 
     def seen() -> None:
         guards.append(tuple(Assumption(*guard) for guard in _torch.guards()))
 
+    # The same way as a real call, so that what is explained is what happens.
     compiled = CompiledStep(step, options.in_dims, Backend(options), build, runs=False, seen=seen)
     error: Exception | None
     at: str = "batch"
     try:
+        # A trace runs the step's Python, which may set attributes and draw numbers; no values of
+        # tensors are changed on this way.
         with untouched(step, {"args": args, "kwargs": kwargs}, values=False):
             outcome = compiled.attempt(args, kwargs, None)
         error, at = outcome.error, outcome.at
@@ -180,6 +185,7 @@ def _by_doors(
         return _of_graph(explained, built.compiled)
     except Exception as raised:  # of what is built for a door
         error, at = raised, "trace" if compiled.refused or compiled.door == "trace" else "dynamo"
+    # Arguments that the step does not take are a mistake of who asks, and no property of the step.
     if isinstance(error, TypeError) and compiled.cutter.mismatch(args, kwargs):
         raise error
     refused: Mapping[str, str] = {at: str(error)}
@@ -215,6 +221,8 @@ def _lines(clusters: Program) -> tuple[ExplainedLine, ...]:
         if call.kind == Kind.FORWARD:
             nodes = clusters.body(call).graph.nodes
             made = [node for node in nodes if node.op == "call_function"]
+            # A cluster has operations of several lines: the one that computes most of it stands for
+            # it.
             heaviest[call.unit] = max(made, key=lambda n: (node_flops(n), node_bytes(n)))
     grouped: dict[str, list[int]] = {}
     for unit, _ in seconds.most_common():
@@ -260,6 +268,7 @@ def _by_backend(
                     whole[steps] = steps.build(values, options, _silent())
             except ValueError as error:
                 refused.append(str(error))
+            # The next graph needs real values: what is between them is the step's own Python.
             results = list(module(*values))
             if isinstance(steps, PieceSteps):
                 steps.piece.note(results)
@@ -268,6 +277,7 @@ def _by_backend(
         return run
 
     try:
+        # Here graphs run, so that values may change in place.
         with untouched(step, {"args": args, "kwargs": kwargs}, values=True):
             _torch.named_graphs(step, seen)(*args, **kwargs)
     except Exception as error:  # of the step's own, or of what is asked of a graph

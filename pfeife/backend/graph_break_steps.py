@@ -49,11 +49,17 @@ class PieceSteps(Steps):
         world = world_so_far()
         ranks = self.backend.builder.mesh(world).ranks if world else 1
         stages = self.backend.options.stages or ranks
+        # Before anything runs: the first graph of the next step shows that the last step is
+        # complete.
         self.parts.begin(self, warn=stages > 1 and not (world and world.rank))
         key = self.piece.key(args)
+        # A graph that runs whole once does so again, unless its state has come to ranks that alone
+        # have its values.
         if key not in self.whole or _owned(world, args):
             try:
                 tensors = super().__call__(args, options, sent)
+                # In eager a result may be a view of another one, or of an argument. Here it is a
+                # copy: nobody notices, unless it is written to.
                 self.parts.shared.add(self.name, self.piece.shared(tensors, args))
                 results = self.piece.results(tensors, args)
                 self.piece.note(results)
@@ -79,6 +85,7 @@ class PieceSteps(Steps):
                 refused.append(error)
             else:
                 return attrs.evolve(compiled, uncut=_first_line(refused[0]) if refused else "")
+        # To run it on every rank is right only where all have the same values.
         if refused and world and (_owned(world, args) or self._differs(args, world)):
             raise refused[0]
         raise _RunsWhole(_first_line(refused[0]) if refused else "it has no parameters")
@@ -91,6 +98,7 @@ class PieceSteps(Steps):
         owned = _owned(world, args)
         if not (owned or any(argument.role == Role.PARAMETER for argument, _ in pairs)):
             return
+        # A graph that comes in ever new shapes costs more to build than it saves.
         if world is None and len(self.known) + len(self.whole) >= MOST_SHAPES:
             raise _RunsWhole(f"it has come in more than {MOST_SHAPES} shapes")
         yield builder
@@ -100,6 +108,7 @@ class PieceSteps(Steps):
         uncut = attrs.evolve(builder, options=_one_microbatch(builder.options))
         yield uncut
         ranks = builder.mesh(world).ranks
+        # The whole graph on one rank, the one with least state so far.
         least = world.decided_by_rank_zero(lambda: str(world.ownership.least(ranks)))
         yield attrs.evolve(uncut, options=attrs.evolve(uncut.options, stages=1), home=int(least))
 

@@ -44,6 +44,8 @@ class Piece(BatchedGraph):
         self.places = [rows.get(value) if _is_tensor(value) else None for value in examples]
         self.values = [_example(node) for node in returned(module)]
         self.tensors = [i for i, value in enumerate(self.values) if _is_tensor(value)]
+        # Sizes among the results are numbers for the step's Python: they are computed from the
+        # shapes of the arguments, and no pipeline has to send them.
         alone = module if len(self.tensors) == len(self.values) else _without(module, self.tensors)
         super().__init__(alone, examples)
         self.marked |= any(dim is not None for dim in self.places)
@@ -63,6 +65,8 @@ class Piece(BatchedGraph):
     def _batch_sizes(self, examples: Sequence[Any]) -> list[Any]:
         """The sizes of the rows that earlier graphs have returned, if they have."""
         pairs = zip(self.shapes, self.places, strict=True)
+        # What an earlier graph has returned with the batch in a known dimension tells more than a
+        # guess.
         returned_sizes = [shape[dim] for shape, dim in pairs if dim is not None]
         if not returned_sizes:
             return super()._batch_sizes(examples)
@@ -70,6 +74,7 @@ class Piece(BatchedGraph):
 
     def _dim(self, argument: Argument, shape: Sequence[Any]) -> int | None:
         """Where the batch is, if it can be in one place."""
+        # Without raising: a graph that cannot be cut may still run whole.
         return self._result_dim(shape)
 
     def results(self, tensors: Sequence[torch.Tensor], args: Sequence[Any]) -> list[Any]:
@@ -129,12 +134,16 @@ class Piece(BatchedGraph):
                 raise ValueError(
                     f"{argument.names[0]} {list(value.shape)} has {dims} that of the batch"
                 )
+        # What was said of the loss and of results is about those of the step, and these are those
+        # of a part of it.
         own = attrs.evolve(options, loss=self._loss(), reduce={}, loss_reduction="auto")
         captured = super().capture(args, own)
         if captured.changed:  # what looks at the same memory in eager is a copy between graphs
             raise ValueError(f"it changes {next(iter(captured.changed))} in place")
         carried = set(captured.carried.values())
         for port in captured.program.ports(Role.LOSS, Role.OUTPUT):
+            # The next graph goes on with the result as with that of the whole batch, so that only
+            # what is exactly that may be joined here.
             uneven = port.reduction == "mean" and port.counts
             last = port.reduction == "last" and port.name not in carried
             if uneven or last or (port.batch_dim is None and port.name in captured.unknown):
@@ -156,6 +165,7 @@ class Piece(BatchedGraph):
         """Of the whole batch everything that is no state is an input of the batch, so that every
         rank gets its gradient."""
         state = argument.role != Role.CONSTANT
+        # Between graphs gradients flow through everything that is no state.
         if count > 1 or state or (value.is_leaf and value.requires_grad and not argument.given):
             return super()._at_microbatch(argument, dim, value, count, times)
         like = fake_like(argument.example.fake_mode, value)

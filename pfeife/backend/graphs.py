@@ -63,6 +63,8 @@ class Losses:
 
     def asked(self, options: Options) -> Loss:
         """What was asked for; without gradients also what the step's loss was with them."""
+        # With gradients the loss is found by what is differentiable; without, nothing is, and
+        # evaluation has to join it as training does.
         if options.loss is not None or torch.is_grad_enabled():
             return options.loss
         scalars = [
@@ -116,6 +118,8 @@ class MicrobatchGraph(Graph):
         inputs = at_sizes(self.inputs, shapes) if self.door == "dynamo" else self.inputs
         try:
             captured = self._captured(inputs, args, options)
+            # torch may have taken a size for a number on the way, so that the program holds for no
+            # other.
             broken = captured.breaks(args, options.cut)
             if captured_sizes(captured.program) != captured.sizes(args, options.cut):
                 broken = broken or "it was traced for the sizes of another call"
@@ -143,7 +147,10 @@ class MicrobatchGraph(Graph):
                 "be cut: pass the batch as arguments, and say with in_dims where it is"
             )
         loss = self.losses.asked(options)
+        # Each is a run of Dynamo or of a trace, and several rules may ask for the same.
         larger = functools.cache(self.grown)
+        # A number that Python sets from the rows of a microbatch would be another one than that of
+        # the whole batch.
         if options.microbatches > 1 and self.inputs.numbers:
             self._check_numbers(larger(2)[1].numbers)
         captured = trace(self.step, inputs, loss, cache=options.cache)
@@ -161,6 +168,7 @@ class MicrobatchGraph(Graph):
         captured = with_flags(captured, inputs.flags)
         captured = attrs.evolve(captured, door=self.door)
         self.losses.note(captured)
+        # Where no rule of an operation tells where its rows are, twice the rows do.
         if any(port.shape and port.name in captured.unknown for port in captured.program.outputs):
             captured = self._with_dims(captured, larger(2)[0])
         return check_outputs(captured, options.reduce, options.microbatches)

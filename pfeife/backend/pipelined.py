@@ -48,6 +48,7 @@ class PipelinedStep(Generic[P, R], metaclass=Brief):
         self.backend = by
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        # The outer one is compiled as a whole, with what is inside of it as it was written.
         if torch.compiler.is_dynamo_compiling():  # inside of another step
             return self.__wrapped__(*args, **kwargs)
         return self._run(args, kwargs)

@@ -46,6 +46,7 @@ def measure(compiled: Compiled, state: State, microbatches: Sequence[Any], **opt
             "without replicas; without arguments it shows what was predicted"
         )
     assert isinstance(pipeline, LocalPipeline | DistributedPipeline)
+    # The first run allocates and compiles; the second one is what a step takes.
     profile(pipeline, state, microbatches, **options)
     timeline, memory = profile(pipeline, state, microbatches, **options), tuple[MemoryCurve, ...]()
     if isinstance(pipeline, DistributedPipeline):
@@ -97,6 +98,8 @@ def measured(
     meter = backend.meter
     meter.measures = True
     try:
+        # As a call that trains, and as if it had not been: the exception that ends it comes before
+        # buffers or gradients are written.
         with torchs_generators(), torch.enable_grad():
             run(args, dict(kwargs))
     except Measured as found:

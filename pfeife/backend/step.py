@@ -51,8 +51,8 @@ def compile(step: Callable[P, R], **options: Any) -> PipelinedStep[P, R]:
     shapes, numbers or modes have changed.
 
     The result's `backend` attribute has its `Options` and what was compiled. Raises ValueError for
-    wrong options, and at a call for what cannot be cut or captured. What the options mean:
-    `help(pfeife.compile)`, and docs/options.md by topics.
+    wrong options, and at a call for what cannot be cut or captured. The options, whose meanings
+    stand at the end, are in docs/options.md by topics.
 
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     >>> step = pfeife.compile(lambda x: net(x).square().mean(), microbatches=2, stages=2)
@@ -98,6 +98,7 @@ class CompiledStep:
             step, in_dims, options.microbatches, options.replicas, options.fit_smaller_batches
         )
         self.name = self.cutter.name
+        # State of one process lives on several devices; a capture sees all of it on one.
         homes = residence().home if options.devices else None
         self.view = CaptureView(options.param_dtype, homes, options.devices or ())
         self.current: ContextVar[Invocation] = ContextVar(self.name)
@@ -114,11 +115,15 @@ class CompiledStep:
         self.lock = threading.RLock()
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # One at a time, since the doors, what is built and the clock are of the step and not of a
+        # call.
         with self.lock:
+            # The first call under torchrun makes the connections, so it has to know the device.
             world = join_world(device_of(self.step, args, kwargs), self.backend.options.timeout)
             busy = world.building("a call of a compiled step") if world else None
             with busy or contextlib.nullcontext():
                 outcome = self.attempt(args, kwargs, world)
+        # Outside of the lock, and of what tells other ranks that this one is at a call.
         if outcome.error is not None:
             raise outcome.error
         self.backend.meter.tell()
@@ -180,6 +185,8 @@ class CompiledStep:
         if world and options.batch == "rank0":
             args, kwargs, sent = self.of_rank_zero(world, args, kwargs)
         call = self.cutter(args, kwargs, options.apart)
+        # Before a door looks at the tensors: sizes that will change have to be open in the first
+        # capture.
         mark_declared(call.leaves, options.max_sizes, options.sizes_hint)
         where = _first_device(leaf.first for leaf in call.leaves)
         self.view.look(self.step, call.others, where)
@@ -187,6 +194,8 @@ class CompiledStep:
 
     def _result_with_values(self, invocation: Invocation, world: World | None) -> Any:
         """The result; at the first call with values of models that were made without."""
+        # A model from `deferred_init` has none until its stages are known: then each rank makes
+        # what it needs. Later calls need not look for such state.
         if self.has_values:
             return self._result(invocation)
         others = invocation.call.others
@@ -203,12 +212,14 @@ class CompiledStep:
         place of their first microbatches. Raises ValueError for numbers that Python has computed of
         one microbatch."""
         result, call = self._through_door(invocation), invocation.call
+        # A tensor is joined over microbatches; a number was computed by Python, of the first one.
         numbers = list(numbers_in(result)) if call.microbatches > 1 else []
         if numbers:
             raise ValueError(
                 f"the step returns the number {numbers[0]!r}, which Python has computed of one "
                 "microbatch; return tensors only"
             )
+        # The caller's own tensors are whole again before anybody looks at the result.
         call.widen()
         return pytree.tree_map(call.whole, result)
 
@@ -223,6 +234,8 @@ class CompiledStep:
             except (CollectiveError, PipelineError, NotReached):
                 raise
             except Exception as error:
+                # What has been reached was captured: such an error is the pipeline's, or the step's
+                # own, and no reason to take the other door.
                 if invocation.reached or self.door == "dynamo":
                     raise
                 self.refused = plain_error(error)
@@ -232,6 +245,7 @@ class CompiledStep:
             if invocation.reached or self.door == "trace" or self.refused is None:
                 raise
             raise neither(self.refused, error, invocation.call.cut) from error
+        # From now on: Dynamo would refuse it again, after seconds.
         self.door = "trace"
         self.log_door("trace")
         return result
@@ -246,7 +260,9 @@ class CompiledStep:
         self, invocation: Invocation, steps: Steps, values: Sequence[Any]
     ) -> list[torch.Tensor]:
         """Builds, runs and joins what a door has captured, with the whole batch."""
+        # From here on an error means something else, see `attempt`.
         invocation.reached = True
+        # What runs reads the caller's own state, not what a capture was shown.
         self.view.put_back()
         world = world_so_far()
         apart = self.backend.options_for(world).apart

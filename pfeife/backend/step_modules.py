@@ -49,6 +49,8 @@ def modules_of(step: Any) -> list[nn.Module]:
     cells = getattr(function, "__closure__", None) or ()
     code = getattr(function, "__code__", None)
     globals_ = getattr(function, "__globals__", {})
+    # Of an object with `__call__`, as of a bound method, the attributes count: a trainer holds its
+    # model there.
     owner = bound if bound is not None else step
     values = [step, owner, *getattr(owner, "__dict__", {}).values()]
     for cell in cells:

@@ -38,7 +38,7 @@ from pfeife.runtime.failure import CollectiveError, PipelineError
 log = logging.getLogger("pfeife")
 Settle = Callable[[Sequence[tuple[str, torch.Tensor, torch.device]]], None]
 _ARGUMENTS = "the arguments of this call"
-_MANY = 2  # earlier programs of a step, at which a person should know why there are so many
+_MANY = 3  # programs of a step, at which a person should know why there are so many
 
 
 @attrs.frozen(eq=False)
@@ -91,12 +91,14 @@ class Steps:
         fails.
         """
         begun = self.backend.meter.begin()
-        world = join_world(self._device(args), self.backend.options.timeout)
+        world = join_world(_device_of(self.graph, args), self.backend.options.timeout)
         options = options or self.backend.options_for(world)
         builder = self.backend.builder
         if options is not self.backend.options:
             builder = attrs.evolve(builder, options=options)
         request = Request(args, builder, world, sent, begun)
+        # Ranks find the same here, as they keep the same programs; where one does not, the
+        # agreement below says so.
         key, compiled = self._fitting(request)
         if world is None:
             self.graph.check(args, options)
@@ -124,6 +126,7 @@ class Steps:
             compiled = self._first(request, key, logged, show)
         else:
             self.known[key] = self.known.pop(key)
+            # Before anything runs, since afterwards the caller's tensors are written to.
             agree_on_changed(compiled.captured, request.args, request.world)
         compiled.check_memory(compiled.captured.sizes(request.args, request.options.cut))
         if seed is None:  # else one was drawn for what has been found outdated since
@@ -131,19 +134,25 @@ class Steps:
             if request.world and seed is not None:
                 answers = request.world.agreed("", "the seed", number=seed)
                 seed = _common_seed(request.world, answers.numbers)
-        self._settle(compiled, request.args)
+        if self.settle and compiled.devices:
+            self.settle(_state_to_settle(self.graph, compiled, request.args))
         options, meter = request.options, self.backend.meter
         results = run_step(
             compiled, options, request.args, meter, request.begun, seed or 0, show, request.sent
         )
         if show:
-            self._log_build(compiled, show, earlier, begun, request.rank)
+            took = f"{time.perf_counter() - begun:.2g} s{why_once_more(earlier, compiled.asked)}"
+            words = show.who, self.name, took, self._summary(compiled)
+            log.log(show.level, "%scompiled %s in %s: %s", *words)
+            if not request.rank:
+                _warn_of_many(self.name, [*earlier, compiled.asked])
         return results
 
     def _first(self, request: Request, key: tuple, logged: set[str], show: Shown) -> Compiled:
         """Builds and keeps a program, of whose earlier build some things were `logged`."""
         args, world = request.args, request.world
         with world.building("a step") if world else contextlib.nullcontext():
+            # The checks of a first call run the step on its first microbatch, on every rank.
             if request.sent:
                 request.sent.everything()
             built = self._built(request.builder, args, world, show)
@@ -151,38 +160,6 @@ class Steps:
             agree_on_changed(compiled.captured, args, world)
         self._keep(key, compiled, request)
         return compiled
-
-    def _log_build(
-        self,
-        compiled: Compiled,
-        show: Shown,
-        earlier: Sequence[Mapping[str, str]],
-        begun: float,
-        rank: int,
-    ) -> None:
-        """Says that a program was built after `earlier` ones of the step, and has run."""
-        took = f"{time.perf_counter() - begun:.2g} s{why_once_more(earlier, compiled.asked)}"
-        words = show.who, self.name, took, self._summary(compiled)
-        log.log(show.level, "%scompiled %s in %s: %s", *words)
-        if len(earlier) == _MANY and not rank:
-            log.warning(
-                "%s is compiled for the third time: %s. Each time takes as long as the first: keep "
-                "alike what need not change, or say dynamic=True where lengths do",
-                *(self.name, "; ".join(map(changes, earlier, [*earlier[1:], compiled.asked]))),
-            )
-
-    def _settle(self, compiled: Compiled, args: Sequence[Any]) -> None:
-        """Has the caller's own state, by its names, brought where the program wants it."""
-        if not (self.settle and compiled.devices):
-            return
-        triples = zip(self.graph.inputs.arguments, compiled.captured.arguments, args, strict=True)
-        self.settle(
-            [
-                (argument.names[0], value, compiled.devices[name])
-                for argument, name, value in triples
-                if name and name in compiled.devices and not argument.given and may_move(value)
-            ]
-        )
 
     def _fitting(self, request: Request) -> tuple[tuple, Compiled | None]:
         """What was built for such a call, under the key that it is kept by; or a key for another
@@ -204,7 +181,7 @@ class Steps:
     def _built(
         self, builder: Builder, args: Sequence[Any], world: World | None, show: Shown
     ) -> Compiled:
-        device = self._device(args)
+        device = _device_of(self.graph, args)
         earlier = [(compiled.clusters, compiled.plan) for compiled in self.backend.compiled]
         return build_step(builder, self.graph, args, world, device, show, self.artifacts, earlier)
 
@@ -222,6 +199,7 @@ class Steps:
         """Keeps what was built, and drops what has not been used for longest beyond the limit."""
         self.known[key] = compiled
         self.backend.compiled.append(compiled)
+        # The limit is one for each model that the step is called with.
         modules = {trained for *_, trained, _ in self.known}
         if len(self.known) > self.backend.options.max_programs * len(modules):
             self._drop(next(iter(self.known)))
@@ -255,9 +233,12 @@ class Steps:
         args, options = request.args, request.options
         borrowed = compiled.borrowed if compiled else None
         apart = options.batch == "replica"
+        # Replicas with batches of their own: the ranks of one must have the same, others may not.
         groups = self.backend.builder.mesh(world).pipelines if apart else ()
         with world.building("the arguments of a step"):
             text, batch, news = "", "", ""
+            # What this rank found wrong since the last call, such as a write to state of others, is
+            # said here, where all ranks listen.
             refused: Exception | None = world.service.wrong()
             try:
                 check_alone(() if compiled else self.graph.inputs.modules, args)
@@ -284,13 +265,36 @@ class Steps:
         """Whether an argument is none of the batch's that the caller has made."""
         return False
 
-    def _device(self, args: Sequence[Any]) -> torch.device:
-        """Where the parameters are, or else the first tensor."""
-        pairs = zip(self.graph.inputs.arguments, args, strict=True)
-        tensors = [(a.role, v) for a, v in pairs if isinstance(v, torch.Tensor)]
-        # Stable: of several parameters, or where there are none, the first tensor counts.
-        tensors.sort(key=lambda pair: pair[0] != Role.PARAMETER)
-        return tensors[0][1].device if tensors else torch.device("cpu")
+
+def _warn_of_many(name: str, calls: Sequence[Mapping[str, str]]) -> None:
+    """Where a step is built for so many calls, a person should know why."""
+    if len(calls) == _MANY:
+        log.warning(
+            "%s is compiled for the third time: %s. Each time takes as long as the first: keep "
+            "alike what need not change, or say dynamic=True where lengths do",
+            *(name, "; ".join(map(changes, calls, calls[1:]))),
+        )
+
+
+def _state_to_settle(
+    graph: Graph, compiled: Compiled, args: Sequence[Any]
+) -> list[tuple[str, torch.Tensor, torch.device]]:
+    """The caller's own state, by its names, and where the program wants it."""
+    triples = zip(graph.inputs.arguments, compiled.captured.arguments, args, strict=True)
+    return [
+        (argument.names[0], value, compiled.devices[name])
+        for argument, name, value in triples
+        if name and name in compiled.devices and not argument.given and may_move(value)
+    ]
+
+
+def _device_of(graph: Graph, args: Sequence[Any]) -> torch.device:
+    """Where the parameters are, or else the first tensor."""
+    pairs = zip(graph.inputs.arguments, args, strict=True)
+    tensors = [(a.role, v) for a, v in pairs if isinstance(v, torch.Tensor)]
+    # Stable: of several parameters, or where there are none, the first tensor counts.
+    tensors.sort(key=lambda pair: pair[0] != Role.PARAMETER)
+    return tensors[0][1].device if tensors else torch.device("cpu")
 
 
 def is_trained(argument: Argument, value: Any) -> bool:

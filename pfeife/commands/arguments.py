@@ -78,6 +78,7 @@ def several(parse: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
     """An argument that is a list with commas."""
 
     def read(text: str) -> tuple[Any, ...]:
+        # Links have figures with a comma in them.
         parts = re.split(r",(?!\d+(?:\.\d+)?(?:ns|us|ms|s)\b)", text)  # 25GB/s,20us is one
         # A dictionary has each once, in the order in which they were typed.
         return tuple(dict.fromkeys(parse(part) for part in parts))
@@ -139,6 +140,7 @@ def step_arguments(parser: argparse.ArgumentParser, *, lists: bool = False) -> N
         help="of the model (fp32, or that of a saved program); -mixed has float32 master weights, "
         "gradients and optimizer beside it",
     )
+    # A folder, or none at all: both would contradict each other.
     cache = step.add_mutually_exclusive_group()
     cache.add_argument("--cache", metavar="FOLDER", help="of captures; $XDG_CACHE_HOME/pfeife")
     cache.add_argument("--no-cache", action="store_true", help="capture anew and keep nothing")

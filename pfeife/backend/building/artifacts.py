@@ -38,6 +38,7 @@ class Artifacts:
     def history(self, history: Sequence[Recorded]) -> None:
         """What every pass that changed something has made, by the pass's name."""
         for before, after in pairwise(history):
+            # A pass that found nothing to do has no artifact.
             if after.program is not before.program:
                 self.program(after.maker, after.program)
 

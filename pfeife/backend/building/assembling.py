@@ -30,6 +30,7 @@ def assemble(
     if world:
         mesh = attrs.evolve(mesh, order=task.builder.mesh(world).order)
     task.artifacts.ranks(program, range(mesh.ranks) if place is None else [place])
+    # Before state is given to its ranks, below: where a compiler fails, nothing has changed yet.
     bodies = _bodies(task, program)
     with task.show.phase("building") as phase:
         actions = mesh.replicas * sum(map(len, schedule.ranks))
@@ -49,7 +50,11 @@ def assemble(
             apart=apart,
         )
         slots, modules = task.slots(captured), task.graph.inputs.modules
+        # From here on a parameter is trained by the ranks of its stages, and its values elsewhere
+        # go.
         world.ownership.settle(program, slots, mesh, modules, world, carried, apart)
+        # State that the step carries along is replaced at each call, so that it is borrowed from
+        # nobody.
         names = [None if name in carried else name for name in captured.arguments]
         return pipeline, world.ownership.borrowed(program, names, task.args, place)
 

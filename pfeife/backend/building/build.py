@@ -97,17 +97,20 @@ def _compiled(task: Task) -> Compiled:
     """All phases, for this process."""
     options, world = task.options, task.world
     has_values = task.has_values  # before ranks come to own what this step trains
+    # The only phase that may run the step. All later ones work on programs.
     captured, flat = capture(task)
     program = captured.program
     _warn(task, captured)
     machine, order = task.machine(program), scheduling(options, program)
     fused = _fused(task, program, splits(order))
+    # Rank 0 decides: marks on its tensors need not be on those of others.
     hint, most = _declared(task, captured)
     clusters = _priced(task, resized(fused[-1].program, hint), machine)
     replicas = options.replicated({})
     planning = Planning(
         options, clusters, order, machine, task.passes, replicas, earlier=task.earlier
     )
+    # Options, operations and costs: where ranks agree on these, they make the same plan of them.
     text = f"{task.builder.asked}\n{clusters}"
     if world:
         world.check_agreement(text, "the program")
@@ -127,6 +130,8 @@ def _compiled(task: Task) -> Compiled:
         planning = attrs.evolve(planning, clusters=clusters)
         plan, history = _planned(task, captured, planning, tried)
     program = history[-1].program
+    # Passes of the caller's and plans by hand come out here: what would deadlock is refused before
+    # it runs.
     schedule = verify_schedule(lower(plan.schedule, program))
     predicted = functools.partial(
         predict, program, schedule, machine, target.network, target.between
@@ -140,6 +145,7 @@ def _compiled(task: Task) -> Compiled:
     pipeline, borrowed = assemble(task, captured, program, schedule)
     digest = hashlib.sha256(comparable(text).encode()).hexdigest()[:16]
     devices = task.devices(len(plan.schedule.ranks))
+    # In one process the state stays one object, and moves to the device of its stage.
     lives = devices_of(program, devices, captured.carried) if devices else {}
     return Compiled(
         *(captured, clusters, plan, program, schedule, pipeline, digest, borrowed, way, lives),
@@ -183,6 +189,7 @@ def _fused(task: Task, program: Program, split: bool) -> History:
         **boundaries(options.cut_at),
     }
     passes = [fuse(boundaries=borders)]  # type: ignore[arg-type]
+    # A schedule that delays weight gradients needs them as calls of their own.
     if split and program.ports(Role.TANGENT):
         passes.append(split_backward())
     with task.show.phase("fusing") as phase:
@@ -228,6 +235,8 @@ def _planned(
         order = planning.order
         name = order if isinstance(order, str) else described(order)
         phase.outcome = lambda: f"{name}, {_described(task, plan, history[-1].program)}"
+    # Passes on these levels run after the clusters were compared, and need not do the same
+    # everywhere.
     if world and {"stages", "ranks"} & set(task.passes):
         world.check_agreement(str(history[-1].program), "the program that the passes made")
     devices = task.devices(len(plan.schedule.ranks))

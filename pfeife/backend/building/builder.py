@@ -51,6 +51,8 @@ class Builder:
         if mesh is None:
             ranks = max(1, world.size // replicas)
             mesh = self.layouts[0] if self.layouts else Mesh(ranks, replicas)
+        # Each replica is given rows of its own: a rank without a replica would be given rows that
+        # nobody trains with.
         if self.options.batch == "replica" and mesh.size != world.size:
             raise CollectiveError(
                 f"options batch='replica' and replicas={replicas}: the {world.size} processes are "
@@ -78,6 +80,8 @@ class Builder:
         less."""
         self.follow(world, args)
         options, network, mesh = self.options, self.network, self.mesh(world)
+        # Who has said how ranks are laid out, or gives each replica its batch by its number, keeps
+        # that.
         free = options.mesh is None and options.batch != "replica" and not self.layouts
         several = mesh.ranks > 1 and mesh.replicas > 1 and mesh.size == world.size
         trains = planning.clusters.ports(Role.GRADIENT) and not world.ownership.owns_any(args)
@@ -88,6 +92,8 @@ class Builder:
         """Takes the mesh of a call's state, if one of so many ranks trains it."""
         meshes = world.ownership.meshes(args)
         mesh = self.mesh(world)
+        # Another step has come to train this state, on ranks of another mesh: it stays where it is,
+        # and this step goes there.
         if len(meshes) == 1 and self.options.mesh is None and self.options.batch != "replica":
             (trained,) = meshes
             if (trained.ranks, trained.replicas) == (mesh.ranks, mesh.replicas):

@@ -21,8 +21,10 @@ def capture(task: Task) -> tuple[Captured, History]:
 
     def run() -> tuple[Captured, History]:
         captured = _checked(task)
+        # Also of what is refused later: it is then that somebody reads it.
         task.artifacts.program("capture", captured.program)
         task.artifacts.premises(captured.program.premises)
+        # Ours first, so that the caller's passes see the program that is going to run.
         passes = *_passes(task, captured), *task.passes.get("flat", ())
         return captured, record(captured.program, *passes, start="capture")
 

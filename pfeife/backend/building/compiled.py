@@ -99,6 +99,7 @@ class Compiled:
         if not sizes or limit is None or self.target is None:
             return
         fitting = (captured_sizes(self.program), *self.fitting)
+        # Memory grows with every size, so what fits with larger ones fits.
         if any(all(fits[name] >= size for name, size in sizes.items()) for fits in fitting):
             return
         worst = worst_at(self.program, self.schedule, self.target, sizes)
@@ -118,6 +119,7 @@ class Compiled:
         planned, target = captured_sizes(self.program), self.target
         if not sizes or target is None or "cuts" in self.said or self.plan.stages < 2:
             return ""
+        # Sizes change a little with every batch: only a factor of two is worth an estimate.
         times = round(math.log2(math.prod(sizes.values()) / math.prod(planned.values())))
         if not times or f"cuts {times}" in self.said:
             return ""
@@ -126,6 +128,7 @@ class Compiled:
         priced = [annotate(estimate(program, target.machine))(program) for program in both]
         here, now = (unevenness(program, self.plan.stage_of_cluster) for program in priced)
         seconds = sum(call.seconds or 0.0 for call in priced[1].calls) / self.plan.stages
+        # Below a millisecond of a step nobody gains by another plan.
         if now <= UNEVEN * here or (now - here) * seconds * self.microbatches <= 1e-3:
             return ""
         self.said.add("cuts")
@@ -167,6 +170,7 @@ class Compiled:
         def is_too_much(part: int) -> bool:
             return worst_at(self.program, self.schedule, target, at(part)).peak > limit
 
+        # By bisection, since each try walks over the whole schedule.
         return at(bisect_left(range(1, steps), True, key=is_too_much))
 
     @property

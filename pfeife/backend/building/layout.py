@@ -44,6 +44,7 @@ def step_seconds(planning: Planning, network: Network, mesh: Mesh) -> float:
     """What a step takes on a mesh of the ranks of a network: computing, messages, reductions. 1F1B
     stands for what a search would find. Raises ValueError where there is no plan."""
     links = network.within(mesh)
+    # A search takes seconds, and for this question only the links differ.
     quick = "1f1b" if planning.order == "search" else planning.order
     planning = attrs.evolve(planning, order=quick, ranks=mesh.ranks)
     plan = planning.plan(links, None, None)

@@ -43,6 +43,7 @@ def _guarded(level: str, own: Pass) -> Pass:
             error.add_note(f"in the pass {name} of the option passes, on the program of {level}")
             raise
         where = f"option passes: {name}, on the program of {level}:"
+        # The history has the program before the pass, and is compared with what came after.
         if fingerprint(program) != before:
             raise ValueError(
                 f"{where} it edited the program that it was given; a pass edits a copy, such as "
@@ -51,9 +52,11 @@ def _guarded(level: str, own: Pass) -> Pass:
         if not isinstance(result, Program):
             raise ValueError(f"{where} it returned {type(result).__name__}, not a Program")
         try:
+            # New nodes have no values yet; whoever comes next reads shapes and types of them.
             result = absorb(settle(verify(result)))
         except ValueError as error:
             raise ValueError(f"{where} {error}") from error
+        # Arguments and results are bound by these ports, outside of all passes.
         if (program.inputs, program.outputs) != (result.inputs, result.outputs):
             raise ValueError(f"{where} {_other_ports(program, result)}")
         return result
@@ -110,6 +113,7 @@ def _first_microbatch(program: Program, captured: Captured, args: Sequence[Any])
     microbatch |= {p.name: part[p.name] for p in program.ports(Role.SIZE) if p.name in part}
     ports = [port for port in program.ports(Role.TANGENT) if port.fqn != "loss"]
     tangents = {port.fqn: _tangent(port.shape, port.dtype, port.device) for port in ports}
+    # A program of replicas reduces over all of them: each is given the same rows.
     count = program.replicas
     return evaluate(program, state, [microbatch] * count, tangents=[tangents] * count)
 
@@ -142,6 +146,8 @@ def _alike(value: torch.Tensor, other: torch.Tensor, within: float | None, noise
         return True
     if not value.is_floating_point():
         return False
+    # Where eager itself gives inf or NaN, an order of operations decides which; nothing can be told
+    # by that.
     return not value.isfinite().all() or close(value, other, within, noise)
 
 

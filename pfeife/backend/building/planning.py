@@ -39,6 +39,7 @@ def scheduling(options: Options, program: Program) -> Scheduling:
     if options.plan is not None:
         return options.plan.schedule
     order = options.schedule
+    # With the loss inside, the schedule decides when backwards run.
     if program.ports(Role.LOSS):
         return order
     if isinstance(order, Schedule):
@@ -133,6 +134,7 @@ class Planning:
             return None
         digest = program_digest(clusters)
         for before, plan in reversed(self.earlier):
+            # Costs differ with the sizes, so that only what is cut has to be the same.
             same = _units_of(before) == _units_of(clusters)
             same &= len(before.ports(Role.LOSS)) == len(clusters.ports(Role.LOSS))
             same &= plan.schedule.microbatches == self.microbatches
@@ -143,12 +145,14 @@ class Planning:
             if now <= UNEVEN * then:
                 cut = attrs.evolve(
                     plan,
+                    # Sizes decide what is cheaper to compute twice than to send.
                     duplicated=cheap_to_recompute(clusters, self.machine, self.owners),
                     stage_seconds=None,
                     step_seconds=None,
                     bound_seconds=None,
                     program=digest,
                 )
+                # It may not fit into memory at these sizes: then a new plan does, or says why not.
                 with contextlib.suppress(ValueError):
                     return self._adopted(cut)
         return None

@@ -47,6 +47,7 @@ class Residence:
             _check_memory(
                 [tensor for tensor, _, _ in places], {id(tensor) for tensor, _ in moving}, names
             )
+        # Also those that are in place: the first step to use a tensor decides for all others.
         for tensor, device, captured in places:
             self.known[tensor] = device, captured
         for tensor, device in moving:
@@ -90,6 +91,7 @@ def may_move(tensor: Any) -> bool:
 
 
 def _move(tensor: torch.Tensor, device: torch.device) -> None:
+    # A gradient is on the device of its tensor: it is taken off until both have moved.
     gradient, tensor.grad = tensor.grad, None
     tensor.data = tensor.data.to(device)
     if gradient is not None:
@@ -100,6 +102,7 @@ def _bring(state: MutableMapping[str, Any], device: torch.device, counts: bool) 
     """Brings what an optimizer keeps for a parameter to a device, the count of steps only if its
     kernels want it there."""
     for name, value in state.items():
+        # torch keeps counts on the CPU, where it reads them each step, unless a kernel counts.
         if isinstance(value, torch.Tensor) and (name != "step" or counts):
             state[name] = value.to(device)
 

@@ -70,6 +70,7 @@ class Task:
 
     def machine(self, program: Program) -> Machine:
         """What a program is planned for."""
+        # Without a machine it is planned for the kind that it will run on.
         return self.builder.machine or default_machine(self.device_of(program))
 
     def target(self, machine: Machine) -> Target:

@@ -46,6 +46,7 @@ def run_step(
         ran, _, results, _ = forward(call, slots)
     ran.measured(begun, ran.figures)
     named = dict(zip(captured.results, results, strict=True))
+    # What the step changes in place is returned as the very tensor that the caller has.
     own = {captured.carried[name]: slots[name] for name in captured.in_place}
     return list((named | own).values())
 
@@ -53,11 +54,14 @@ def run_step(
 def _with_gradients(call: Call, slots: Slots) -> tuple[Ran, Results]:
     """Runs a call, and makes it a node of the user's autograd graph."""
     compiled = call.compiled
+    # Those whose gradients are made here. Others get theirs on their own ranks: autograd must not
+    # touch them here.
     leaves = {p.fqn: slots[p.name] for p in compiled.leaves}
     if compiled.microbatches > 1 and "hooks" not in compiled.said:
         _warn_of_hooks(compiled, leaves)
     if not leaves:  # the results have a backward on every rank
         leaves[""] = torch.empty(0, requires_grad=True)
+    # Autograd sees one node. What happens inside is the program's own backward.
     with torch.no_grad():
         ran, result, results, again = forward(attrs.evolve(call, leaves=tuple(leaves)), slots)
     if call.inside:
@@ -104,8 +108,11 @@ class _LossInside(torch.autograd.Function):
     @as_backward()
     def backward(ctx: Any, *arrived: torch.Tensor | None) -> Gradients:
         _check_backward(ctx.captured.program)
+        # Before any gradient is handed out.
         _check_accumulates(ctx, ctx.elsewhere)
         _, *gradients = ctx.saved_tensors
+        # Gradients exist for the loss alone; what flows into another result would be lost in
+        # silence.
         at = ctx.captured.results.index("loss")
         others = [i for i, g in enumerate(arrived) if g is not None and i != at]
         if others:
@@ -116,6 +123,7 @@ class _LossInside(torch.autograd.Function):
                 "taken as the loss and only its gradient is computed: return the whole loss, "
                 'or say with loss= which result it is, or loss="outside" if none is'
             )
+        # What arrives is d(outer)/d(loss), a number: all gradients are that times as large.
         scale, overflow = arrived[at], ctx.overflow
         if scale is None:  # nothing of what was differentiated came from the loss
             return (None,) * (4 + len(gradients))
@@ -161,6 +169,7 @@ class _LossOutside(torch.autograd.Function):
                 "outside its activations are gone: call the step again"
             )
         meter = ran.call.meter
+        # What was between the call and its backward is time of the loop.
         begun = meter.begin()
         with ran.step.preparing():
             ctx.saved_tensors  # noqa: B018  raises if one was changed in place
@@ -179,6 +188,7 @@ def _multiplied(
     """What autograd has saved, times a factor. Where this backward frees it and nobody else has its
     memory, that is written to, and becomes `p.grad`: there is no second set of gradients."""
     there = [gradient for gradient in gradients if gradient is not None]
+    # A graph that is retained gives its gradients once more.
     ours = set() if _torch.keeps_graph() else _alone(there)
 
     def multiplied(gradient: torch.Tensor) -> torch.Tensor:
@@ -201,11 +211,14 @@ def _fill_memory(parts: Sequence[torch.Tensor]) -> bool:
     """Whether tensors of one memory are all that look at it, do not overlap, and are most of it:
     as `p.grad` they keep all of it."""
     size, used = parts[0].untyped_storage().nbytes(), sum(part.nbytes for part in parts)
+    # Somebody else holds a view: to write into the memory would change what he has.
     if _torch.views_of_memory(parts[0]) != len(parts):
         return False
     if len(parts) == 1 and used == size:
         return True
     places = sorted((part.storage_offset(), part.numel()) for part in parts)
+    # A bucket that is mostly used may be kept whole; a small part of one would keep all of it
+    # alive.
     apart = all(at + many <= after for (at, many), (after, _) in pairwise(places))
     return apart and 2 * used > size and all(part.is_contiguous() for part in parts)
 

@@ -157,9 +157,11 @@ def forward(call: Call, slots: Slots) -> tuple[Ran, Result, Results, Again | Non
     program, captured = call.program, call.compiled.captured
     pipeline, count = call.compiled.pipeline, call.compiled.microbatches
     trains = bool(program.ports(Role.TANGENT))
+    # Without the loss nobody knows the first gradient, so the backwards wait for it.
     later = trains and not call.inside  # the backwards, when tangents arrive
     elsewhere = [slots[port.name] for port in call.compiled.elsewhere] if trains else []
     values = [slots[name] if name else None for name in captured.arguments]
+    # With batches of replicas a rank is given the microbatches of its own alone.
     parts = len(pipeline.given) if isinstance(pipeline, DistributedPipeline) else count
     sizes = captured.sizes(values, parts)
     tangents = _later(program, count, sizes) if later else None
@@ -167,12 +169,16 @@ def forward(call: Call, slots: Slots) -> tuple[Ran, Result, Results, Again | Non
     microbatches = _microbatches(call, slots)
     scaled = {"scale": call.scale} if call.compiled.loss_scale else {}
     scale = call.scale  # before another call changes it
+    # Before the step runs: it writes to buffers and arguments, and a second run has to read what
+    # the first one read.
     again = _again(call, state, microbatches, slots) if call.compiled.loss_scale else None
     if call.meter.measures:
         measure(call.compiled, state, microbatches, seed=call.seed, tangents=tangents, **scaled)
     step = pipeline.start(state, microbatches, seed=call.seed, tangents=tangents, **scaled)
     _run(call, step, "first forward" if later else "first step", backward=not later)
     result = step.result()
+    # A trace has assumed what tensors answer to the step's Python. If they do not, another trace
+    # takes the call, and nothing of this one may be seen.
     _check_answers(call, result)
     with torch.no_grad():
         for port in program.ports(Role.BUFFER):
@@ -186,6 +192,7 @@ def forward(call: Call, slots: Slots) -> tuple[Ran, Result, Results, Again | Non
     }
     if result.loss is not None:
         joined["loss"] = result.loss
+    # After the buffers, and before results are handed out, which may be the same memory.
     write_changed(captured, slots, joined)
     device_of = {port.name: port.device for port in program.outputs}
     inputs = program.ports(*STATE_ROLES, Role.BATCH)
@@ -220,6 +227,7 @@ def _again(call: Call, state: State, microbatches: Sequence[Any], slots: Slots) 
     }
     copied = updated | set(call.compiled.captured.changed)
     ports = program.ports(*STATE_ROLES, Role.BATCH)
+    # What the step itself changes was copied; all else must be as it was when it runs again.
     read = tuple(port for port in ports if not {port.fqn, port.name} & copied)
     return Again.of(call.compiled.pipeline, before, microbatches, call.seed, read, slots)
 
@@ -257,6 +265,7 @@ def _microbatches(call: Call, slots: Slots) -> list[Any]:
     """Those of the whole step; of which this process is not given, what it knows of them."""
     program, pipeline, sent = call.program, call.compiled.pipeline, call.sent
     if sent and isinstance(pipeline, DistributedPipeline):
+        # Rank 0 sends the rows that a rank reads, and no others.
         sent.parts(pipeline.reads({p: slots[p.name] for p in _sent(call, slots)}))
     changed = call.compiled.captured.changed  # before what is read later
     whole = {
@@ -302,6 +311,7 @@ def _values(microbatches: Sequence[Mapping[str, torch.Tensor]], name: str) -> li
 
 def _later(program: Program, count: int, sizes: Mapping[str, int]) -> list[dict[str, torch.Tensor]]:
     """Placeholders for the tangents that arrive with `backward`."""
+    # Only shapes and types are looked at until the real ones come: they take no memory.
     zeros = {
         port.fqn: torch.zeros((), dtype=port.dtype, device=port.device).expand(port.shape_at(sizes))
         for port in program.ports(Role.TANGENT)

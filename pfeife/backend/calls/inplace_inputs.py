@@ -43,6 +43,8 @@ def _check_apart(captured: Captured, args: Sequence[Any]) -> None:
                 f"its rows are one memory; hand over a copy ({port.fqn}.clone())"
             )
         for other, (there, begin, end) in extents:
+            # Each microbatch reads copies: a write that the step sees through another name in eager
+            # would not be seen here.
             if other is not port and there == where and begin <= last and first <= end:
                 raise ValueError(
                     f"the step changes its input {port.fqn} in place, which shares memory with "

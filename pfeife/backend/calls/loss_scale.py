@@ -61,6 +61,8 @@ class LossScale:
         changed = [last != then for then, last in pairwise(self.latest)]
         in_a_row = sum(1 for _ in takewhile(bool, reversed(changed)))
         world = world_so_far()
+        # A scaler changes its factor once in a while. A loop that does so in each step pays twice
+        # for all of them, and should know.
         if in_a_row == _MANY and not (world and world.rank):
             log.warning(
                 "the gradient of the loss was another one in each of the last %d steps (%g, then "
@@ -101,6 +103,7 @@ class Gradients:
         """What is saved meanwhile belongs to these, with what runs the step `again`."""
 
         def pack(tensor: torch.Tensor) -> _Saved:
+            # Weak, so that autograd alone decides how long they live.
             part = _Saved(tensor, version_of(tensor), again)
             self.places.append(weakref.ref(part))
             return part
@@ -162,6 +165,7 @@ class Again:
     def result(self, scale: float) -> Result:
         """The step with this gradient of the loss (collective). Raises RuntimeError, under torchrun
         CollectiveError on all ranks, if what it reads has been changed."""
+        # Every rank has its own reason, and all must run again or none.
         world, refused = world_so_far(), self._changed(scale)
         if world:
             with world.busy(lambda: Activity(_PLACE)):

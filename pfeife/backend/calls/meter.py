@@ -73,6 +73,8 @@ class Meter:
     def begin(self) -> float:
         """A call or a backward begins; the moment, which `end` is given."""
         now = time.perf_counter()
+        # Of the loop: loading, the optimizer, logging. It counts for the next call that has
+        # figures.
         self.outside += now - self.ended if self.ended is not None else 0.0
         return now
 
@@ -98,6 +100,8 @@ class Meter:
     ) -> None:
         """A call that trains, with such values of size ports, has taken so many seconds; those in
         which it was `built` have no figures."""
+        # Calls that build are counted, so that numbers are those of the loop, but their seconds say
+        # nothing.
         step, outside = next(self.numbers), self.forget()
         if built:
             return
@@ -138,6 +142,7 @@ class Meter:
         program, count = resized(compiled.program, sizes), compiled.microbatches
         device = next((p.device for p in program.ports(Role.PARAMETER)), torch.device("cpu"))
         machine = self.machine or default_machine(device)
+        # Of the program as captured: what is computed again to save memory is no work of the model.
         flops = flops_of(resized(compiled.captured.program, sizes))
         peaks = self._peaks(compiled, program)
         at_peak = sum(number / machine.peak_of(dtype) for dtype, number in flops.items())

@@ -17,6 +17,7 @@ def together(do: Callable[[], T], world: World | None, what: str) -> T:
         result = do()
     except ValueError as error:
         refused = error
+    # Also where nothing was refused here: the others have to hear that, too.
     if world is not None:
         world.agreed("", what, refused=refused)
     if refused is not None:

@@ -90,8 +90,11 @@ class DynamoDoor:
 
     def _called(self, invocation: Invocation) -> Any:
         call, view = invocation.call, self.doorway.view
+        # Dynamo has baked the hooks of modules into its graph, and guards none of them.
         if any(guard.broken() for guard in self.compilation.hooks.values()):
             self.forget(self.compilation.dynamic)
+        # Dynamo gives up after 8 programs of one function; how many there may be is said by an
+        # option here.
         with _torch.willing(self.doorway.most), view.seen():
             result = self.compilation.function(*call.args, **call.kwargs)
         # Only now: the step has run once, and is run again to see whether its numbers stay.
@@ -114,6 +117,7 @@ class DynamoDoor:
         doorway, invocation = self.doorway, self.doorway.current.get()
         invocation.handed, call = True, invocation.call
         forward = dynamo_forward(module)
+        # As a result of a microbatch it would be the size of that, and not of the batch.
         if any(isinstance(value, torch.SymInt) for value in forward.results):
             raise ValueError("the step returns a size of its arguments: say dynamic=False")
         inputs = describe(module, examples, caller_tensors=given_by(call.leaves))
@@ -129,6 +133,8 @@ class DynamoDoor:
         frame = _torch.frame()
         captured = doorway.steps(forward, inputs, self._grown, frame, "dynamo", self._doubled)
         steps = doorway.backend.known_steps(captured, module)
+        # The step sets attributes: whether that is the same for every microbatch, one more run of
+        # it shows.
         unsure = bool(changed or _torch.changed_containers())
 
         def run(*args: Any) -> list[torch.Tensor]:

@@ -53,6 +53,7 @@ class TraceDoor:
             except (ValueError, IndexError, RuntimeError) as error:
                 refused = self._next(call, trace, is_new, tried, error) or refused
             tried.append(trace)
+            # The next trace draws what this one has drawn: a call uses its numbers once.
             set_states(states)
 
     def _next(
@@ -103,6 +104,8 @@ class TraceDoor:
         """Makes room for a trace of other sizes. Raises ValueError where something else is another
         one with every call."""
         last = self.known[-1][0]
+        # Other sizes may come back, as batches do. A number that counts the steps does not: each
+        # trace would be used once, for ever.
         if last.kind != kind_of(call) or not last.sizes.broken(call):
             raise ValueError(
                 f"{self.doorway.name} has been traced {self.doorway.most} times, the last time "
@@ -125,6 +128,7 @@ class TraceDoor:
     def _traced(self, invocation: Invocation, refused: str) -> tuple[Traced, Steps]:
         """A new trace for a call: of its kind, those sizes are open that are others now, unless
         they were `refused`."""
+        # Python runs on real shapes, and may ask for values.
         invocation.everything()
         call, view, step = invocation.call, self.doorway.view, self.doorway.step
         log.debug("%s is traced because of %s", self.doorway.name, self._broken(call))

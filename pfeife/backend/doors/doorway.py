@@ -59,6 +59,7 @@ class Doorway:
     ) -> Steps:
         """What is built of a captured microbatch, nothing yet. `frame` is what its loss is known
         by; the others as for `MicrobatchGraph`."""
+        # By frame, so that evaluation finds what training has found.
         losses = Losses(forward, self.backend.losses, frame)
         graph = MicrobatchGraph(forward, inputs, grown, losses, door, self.said, doubled)
         return Steps(self.backend, graph, self.name, self._settle)

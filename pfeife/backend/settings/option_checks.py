@@ -139,6 +139,7 @@ def check_folder(instance: object, attribute: attrs.Attribute, value: Any) -> No
     """The path of a folder, which may not be there yet."""
     must_be("the path of a folder", kinds=str | os.PathLike | None)(instance, attribute, value)
     path = Path(value or "")
+    # Nothing is made yet: somebody may only ask what would happen.
     there = next((place for place in (path, *path.parents) if os.path.lexists(place)), None)
     if there and not os.path.isdir(there):
         raise ValueError(f"option {attribute.name}={str(value)!r}: {there} is no folder")
@@ -251,6 +252,7 @@ def check_together(options: Any) -> None:
     """Raises ValueError if a given plan or schedule is for other microbatches or stages than are
     asked for. A call with a smaller batch may later run the first of its microbatches."""
     plan, schedule = options.plan, options.schedule
+    # The usual one cannot be told from one that was typed.
     if plan is not None and schedule != "1f1b":
         raise ValueError(
             f"options plan and schedule={described(schedule)}: the plan has its schedule"
@@ -268,6 +270,7 @@ def check_together(options: Any) -> None:
                     f"options cut_at={options.cut_at!r} and {name}: the second one says where to "
                     "cut; leave one of them out"
                 )
+    # What a search decides cannot be said as well.
     check_recomputed(schedule, options.recompute)
     what, order = ("plan", plan.schedule) if plan is not None else ("schedule", schedule)
     if not isinstance(order, Schedule):

@@ -51,7 +51,8 @@ class BatchOptions:
         of all replicas together.
     in_dims: Where the batch is in the arguments, as in `torch.vmap`: a number, `None` for nowhere,
         or a nested structure of them. It may also go by name: `in_dims={"table": None}` hands
-        `table` over whole. Only `pfeife.compile` takes it.
+        `table` over whole. What is not said is cut along dimension 0. Only `pfeife.compile` takes
+        it.
     batch: What each rank gives to a call under torchrun: the batch of all replicas (`"global"`),
         the batch of its own replica (`"replica"`), or nothing except on rank 0 (`"rank0"`). See
         [where batches come from](train.md#where-batches-come-from). One process is always given the

@@ -142,6 +142,7 @@ def options_from(options: Mapping[str, Any]) -> Options:
     names = [field.name for field in FIELDS]
     unknown = sorted(map(str, set(options) - set(names)))
     if unknown:
+        # A misspelled option is told from an invented one.
         near = [close for name in unknown for close in get_close_matches(name, names, n=1)]
         meant = f"did you mean {near}?" if near else f"there are {names}"
         raise ValueError(f"unknown options {unknown}; {meant}")

@@ -83,6 +83,7 @@ class Checkpoints:
         self.wait()
         world = self._world()
         state = self._state(step, world)
+        # A world that has ended has taken its writer with it; the folder goes on.
         if self._writing is None or self._writing.world is not world:
             self._writing = Writing(world)
         self._writing.start(state, Writer(self.folder, step, self.keep), wait)
@@ -110,6 +111,8 @@ class Checkpoints:
         if checkpoint is None:
             return 0
         folder = Folder(checkpoint)
+        # All that can be refused comes before anything is loaded: a model that is half of another
+        # checkpoint would train on without a word.
         check_beside(folder, self.others)
         load_model(self.model, folder, world)
         load_optimizers(self.optimizers, names_of(self.model), folder, world)
@@ -129,8 +132,10 @@ class Checkpoints:
             extra = beside(self.others)
             optim = share_of_optimizers(names_of(self.model), self.optimizers, world)
             beside_model = {OPTIMIZER: optim} if self.optimizers else {}
+            # Loaders and schedulers are the same on all ranks, which read the same data.
             if world is None or world.rank == 0:
                 beside_model |= {BESIDE: extra, _STEP: step}
+        # Told to all with the state: a rank that goes alone would leave the others waiting.
         except ValueError as error:
             refused = error
         if world is None:

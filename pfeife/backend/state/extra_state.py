@@ -50,6 +50,7 @@ def load_beside(folder: Folder, others: Mapping[str, Any]) -> None:
 def _written(name: str, state: Any) -> dict[str, Any]:
     tensors: list[torch.Tensor] = []
     try:
+        # Neither pickle nor code: a checkpoint may come from anybody.
         text = encoded(state, tensors)
     except CollectiveError as error:
         raise ValueError(f"the state of {name} cannot be saved: {error}") from None

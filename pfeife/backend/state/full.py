@@ -45,6 +45,7 @@ def _whole(value: Any, world: World) -> Any:
     if owned is None:
         return _copied(value)
     whole = torch.empty(value.shape, dtype=value.dtype, device=world.device)
+    # Only the rank that sends needs values; on others this may be the absent tensor.
     if not is_absent(value):
         whole.copy_(value.detach())
     world.broadcast(whole.reshape(-1).view(torch.uint8), owned.first)
@@ -77,6 +78,7 @@ def clip_grad_norm_(
         arguments = f"{len(listed)} tensors, max_norm={max_norm}, norm_type={norm_type}"
         world.agreed(arguments, "the arguments of clip_grad_norm_")
         norms = _norms(listed, owned, float(norm_type), world)
+    # As torch does it: the norm of the norms.
     total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(

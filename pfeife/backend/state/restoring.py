@@ -49,6 +49,8 @@ def load_model(model: nn.Module, folder: Folder, world: World | None) -> None:
         whole = folder.whole(keys)
         model.load_state_dict({name: whole[f"{MODEL}.{plain_name(name)}"] for name in state})
         return
+    # They are made when a rank knows which of them it needs: reading them all would need the memory
+    # of the whole model.
     if waiting:
         names = {value: [plain_name(name) for name in several] for value, several in own.items()}
         others = [key.removeprefix(f"{MODEL}.") for key in folder.tensors if _is_extra(key)]
@@ -61,6 +63,8 @@ def load_model(model: nn.Module, folder: Folder, world: World | None) -> None:
                 if not (_is_extra(key) or is_waiting(value) or _is_missing(value, world))
             }
         )
+        # What a module keeps beside tensors has no place to be read into: it is read whole, and
+        # given to it.
         extra = folder.whole(key for key in keys if _is_extra(key))
         for name in state:
             key = f"{MODEL}.{plain_name(name)}"
@@ -161,6 +165,7 @@ class _Later:
     def _now(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
         self._cancel()
         world = world_so_far()
+        # The groups may have changed since, by a scheduler; only the state comes from the folder.
         packed = reading(world, optimizer.state_dict)
         state = _state(optimizer, self.names, self.folder, world)
         optimizer.load_state_dict({**packed, "state": state})

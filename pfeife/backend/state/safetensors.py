@@ -53,6 +53,7 @@ def save_safetensors(
     names = [f"model-{at:05}-of-{count:05}.safetensors" for at in range(1, count + 1)]
     named = dict(zip(names if count > 1 else ["model.safetensors"], shards, strict=True))
     _on_all_ranks(lambda: _write(folder, named, world), world)
+    # Last: a folder without an index was not finished.
     _on_all_ranks(lambda: _write_index(folder, named, world), world)
 
 
@@ -97,6 +98,8 @@ def _write(folder: Path, shards: Mapping[str, Shard], world: World | None) -> No
             beside = folder / f".{name}.new"
             tensors = {key: _dense(tensor) for key, tensor in shard.tensors.items()}
             save_file(tensors, beside, metadata={"format": "pt"})
+            # On the disk before it has its name, so that a crash leaves no half of a file behind
+            # that looks whole.
             with beside.open("rb") as file:
                 os.fsync(file.fileno())
             beside.replace(folder / name)

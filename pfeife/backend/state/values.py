@@ -28,6 +28,7 @@ def with_values(
         return
     roots = () if at_once else Places(step, arguments).roots.values()
     state = {number for root in roots for number in aliases(root)}
+    # What the step reaches beside its modules, as a list of tensors, belongs to no stage.
     _make([tensor for tensor in deferred if id(tensor) not in state])
     prepare(tensor for tensor in deferred if is_waiting(tensor))
     yield not at_once
