@@ -34,7 +34,7 @@ class Graph:
     counting: Sequence[int] = ()  # which arguments are the number of rows
     doubled: Doubled | None = None  # runs the step on twice the rows, where `step` does not
 
-    @property
+    @functools.cached_property
     def dims(self) -> Sequence[int | None]:
         """Where the batch is in every argument, None for nowhere."""
         return [argument.batch_dim for argument in self.inputs.arguments]
