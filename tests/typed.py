@@ -24,6 +24,9 @@ plan: pfeife.Plan = step.backend.compiled[0].plan
 
 pfeife.compile(loss_of, schedul="1f1b")  # type: ignore[call-arg]
 pfeife.compile(loss_of, microbatches="4")  # type: ignore[arg-type]
+pfeife.compile(loss_of, in_dims={"rows": 0}, batch="replica", recompute=["0"])
+pfeife.compile(loss_of, batch="replicas")  # type: ignore[arg-type]
+pfeife.compile(loss_of, plan=3)  # type: ignore[arg-type]
 again = pfeife.compile(loss_of, microbatches=2, plan=plan, machine="h100-sxm", optimizer="adamw")
 
 
