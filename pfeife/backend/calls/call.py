@@ -266,7 +266,8 @@ def _microbatches(call: Call, slots: Slots) -> list[Any]:
     program, pipeline, sent = call.program, call.compiled.pipeline, call.sent
     if sent and isinstance(pipeline, DistributedPipeline):
         # Rank 0 sends the rows that a rank reads, and no others.
-        sent.parts(pipeline.reads({p: slots[p.name] for p in _sent(call, slots)}))
+        ports = program.ports(Role.BATCH, Role.CONSTANT)
+        sent.parts(pipeline.reads({p: slots[p.name] for p in ports if slots[p.name] in sent}))
     changed = call.compiled.captured.changed  # before what is read later
     whole = {
         p.fqn: slots[p.name].detach().clone() if p.name in changed else slots[p.name].detach()
@@ -277,13 +278,6 @@ def _microbatches(call: Call, slots: Slots) -> list[Any]:
     if not isinstance(pipeline, DistributedPipeline):
         return _cut(whole, dims, call.compiled.microbatches, sizes)
     return pipeline.known(_cut(whole, dims, len(pipeline.given), sizes), sent is not None)
-
-
-def _sent(call: Call, slots: Slots) -> Iterator[Port]:
-    """The ports of what rank 0 alone was given."""
-    assert call.sent is not None
-    ports = call.program.ports(Role.BATCH, Role.CONSTANT)
-    return (port for port in ports if slots[port.name] in call.sent)
 
 
 def _divided(program: Program, port: Port, microbatches: Sequence[Any]) -> list[Divisor]:
