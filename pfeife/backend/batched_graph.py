@@ -13,10 +13,11 @@ from torch import fx
 from pfeife import _torch
 from pfeife.backend.graphs import Graph, Losses, shapes_of
 from pfeife.backend.settings.options import Options
-from pfeife.frontend.arguments import Argument, describe, fake_like, with_open_sizes
+from pfeife.frontend.arguments import Argument, fake_like, with_open_sizes
 from pfeife.frontend.cache.capture_cache import Folder
 from pfeife.frontend.capture import with_reductions
 from pfeife.frontend.captured import Captured
+from pfeife.frontend.describe import describe
 from pfeife.frontend.dynamo import dynamo_forward
 from pfeife.frontend.joint import trace
 from pfeife.frontend.microbatch import check_outputs

@@ -11,7 +11,7 @@ from pfeife.backend.graphs import Graph
 from pfeife.backend.settings.options import Options
 from pfeife.frontend.deferred.tensors import is_waiting
 from pfeife.ir.parts import Role
-from pfeife.runtime.distributed.peers import checksum
+from pfeife.runtime.distributed.agreement import checksum
 from pfeife.runtime.distributed.state.remote_parameters import version_of
 
 

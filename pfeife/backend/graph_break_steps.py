@@ -18,6 +18,7 @@ from pfeife.data.progress import Shown, shown
 from pfeife.ir.parts import Role
 from pfeife.runtime.distributed.batches.rank_zero import Sent
 from pfeife.runtime.distributed.process_group import world_so_far
+from pfeife.runtime.distributed.state.owned import least_loaded
 from pfeife.runtime.distributed.world import World
 from pfeife.runtime.failure import CollectiveError
 
@@ -109,7 +110,7 @@ class PieceSteps(Steps):
         yield uncut
         ranks = builder.mesh(world).ranks
         # The whole graph on one rank, the one with least state so far.
-        least = world.decided_by_rank_zero(lambda: str(world.ownership.least(ranks)))
+        least = world.decided_by_rank_zero(lambda: str(least_loaded(world.ownership.known, ranks)))
         yield attrs.evolve(uncut, options=attrs.evolve(uncut.options, stages=1), home=int(least))
 
     def _differs(self, args: Sequence[Any], world: World) -> bool:

@@ -17,7 +17,7 @@ from pfeife.data.timeline import MemoryCurve
 from pfeife.frontend.checks.restore import torchs_generators
 from pfeife.ir.evaluate import State
 from pfeife.ir.flops import flops_of
-from pfeife.report.extra import plotly_script
+from pfeife.report.extra import plotly
 from pfeife.runtime import LocalPipeline
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.distributed.process_group import world_so_far
@@ -65,7 +65,7 @@ def write_report(
     kwargs: Mapping[str, Any],
 ) -> None:
     """See `PipelinedStep.report`."""
-    plotly_script()  # on every rank, before anything is measured
+    plotly()  # on every rank, before anything is measured
     seen_call = measured(backend, run, args, kwargs) if args or kwargs else None
     if seen_call is None and not backend.compiled:
         raise ValueError(

@@ -27,7 +27,6 @@ from pfeife.backend.settings.options import Options
 from pfeife.data.progress import Shown, shown
 from pfeife.frontend.arguments import Argument
 from pfeife.ir.parts import Role
-from pfeife.runtime.distributed.agreement import checksum
 from pfeife.runtime.distributed.batches.rank_zero import Sent
 from pfeife.runtime.distributed.process_group import join_world
 from pfeife.runtime.distributed.state.state_sync import agree_on, news_of

@@ -56,7 +56,8 @@ def assemble(
         # State that the step carries along is replaced at each call, so that it is borrowed from
         # nobody.
         names = [None if name in carried else name for name in captured.arguments]
-        return pipeline, world.ownership.borrowed(program, names, task.args, place)
+        known = world.ownership.known
+        return pipeline, UntrainedState.of(program, names, task.args, place, known)
 
 
 def _of_ones_own(
