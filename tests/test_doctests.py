@@ -9,6 +9,7 @@ import torch
 
 import pfeife
 from pfeife import cost, sched
+from pfeife.ir.copying import copied
 from pfeife.ir.messages import messages
 from pfeife.lowering.lower import chain, insert_actions
 from pfeife.lowering.problem import StageCosts, chain_edges
@@ -20,11 +21,11 @@ FIRST = [
     *(pfeife.fuse, pfeife.partition, pfeife.insert_send_recv, pfeife.apply, pfeife.Family),
     *(sched.plan, sched.families.one_f_one_b, sched.search_schedule),
     *(sched.simulate, sched.predict, cost.machine, cost.memory_curves, pfeife.Network.of),
-    cost.assumed_rates,
+    *(cost.assumed_rates, copied),
 ]
 NAMES = {  # that the examples use without an import
     **{"torch": torch, "pfeife": pfeife, "sched": sched, "messages": messages},
-    **{"Network": pfeife.Network, "cost": cost},
+    **{"copied": copied, "Network": pfeife.Network, "cost": cost},
     **{"machine": cost.machine, "estimate": cost.estimate, "memory_curves": cost.memory_curves},
     **{"chain": chain, "insert_actions": insert_actions},
     **{"StageCosts": StageCosts, "chain_edges": chain_edges},

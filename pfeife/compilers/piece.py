@@ -1,7 +1,6 @@
 """One piece of a body through a compiler, and what both of them may rely on at its border."""
 
 import inspect
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +9,8 @@ from torch import fx
 
 from pfeife import _torch
 from pfeife.compilers.open_sizes import compile_open, is_open
-from pfeife.ir.nodes import returned
+from pfeife.ir.copying import copied
+from pfeife.ir.nodes import attribute, returned
 from pfeife.ir.seeding import seeded
 
 Compiler = Callable[[fx.GraphModule, list[torch.Tensor]], Callable]
@@ -61,9 +61,7 @@ def _open_maker(compiler: str | Compiler) -> Compiler:
 
 def _copied(piece: fx.GraphModule) -> fx.GraphModule:
     """Compilers may edit what they are given."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(piece.graph, {}))
-    return fx.GraphModule(piece, graph)
+    return fx.GraphModule(piece, copied(piece).graph)
 
 
 def _unboxed(compiled: Callable) -> Run:
@@ -151,6 +149,6 @@ def _target(body: fx.GraphModule, node: fx.Node) -> str:
     """What a node computes: for the graph of a higher-order operation its own text."""
     # a constant is not looked at: two are the same where they are one object
     if node.op == "get_attr":
-        held = operator.attrgetter(str(node.target))(body)
+        held = attribute(body, node.target)
         return f"[{fingerprint(held)}]" if isinstance(held, fx.GraphModule) else f"id {id(held)}"
     return "" if node.op == "placeholder" else str(node.target)

@@ -2,22 +2,20 @@
 
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import attrs
 import networkx as nx
 import torch
 from torch import fx
 
-from pfeife import _torch
 from pfeife.ir.base import AProgram, ProgramBase
+from pfeife.ir.copying import Copy
 from pfeife.ir.infer_values import settle
 from pfeife.ir.nodes import (
     has_effects,
     is_number,
     node_bytes,
     receive,
-    returned,
     send,
     source_line,
     value_of,
@@ -187,8 +185,6 @@ class _Absorber:
         readers = [node for node in self.nodes if node.op == "output" or node.target is send]
         self.carried = {source for node in readers for source in node.all_input_nodes}
         self.carried.update(source for call in calls for source in self._arguments(call))
-        self.graph, self.held = fx.Graph(), dict[str, Any]()
-        self.here: dict[fx.Node, fx.Node] = {}
 
     def _makers(self) -> dict[fx.Node, fx.Node]:
         place = {node: index for index, node in enumerate(self.nodes)}
@@ -221,70 +217,48 @@ class _Absorber:
         return [s for s in reads if s not in inside and self.maker.get(s) is not call]
 
     def build(self) -> fx.GraphModule:
+        copy = Copy(self.program.module)
         plain = set(plain_nodes(self.program))
         for node in self.nodes:
-            if node.op == "call_module":
-                self._call(node)
-            elif node not in plain and node not in self.maker:
-                self.here[node] = self.graph.node_copy(node, self.here.__getitem__)
-                if node.op == "get_attr":
-                    self._hold(str(node.target))
-        return _torch.graph_module(self.held, self.graph)
+            if node.op == "call_module" and (self.before[node] or self.after[node]):
+                self._call(node, copy)
+            elif node not in plain and node not in copy.here:
+                copy.keep(node)
+        return copy.module("GraphModule")
 
-    def _hold(self, target: str) -> None:
-        self.held[target] = operator.attrgetter(target)(self.program.module)
-
-    def _call(self, node: fx.Node) -> None:
-        values = [value for value, maker in self.maker.items() if maker is node]
-        arguments: Sequence[Any] = node.args
-        if self.before[node] or self.after[node]:
-            values = [value for value in values if value in self.carried]
-            indices: list[Any] = list(range(len(values)))
-            # Calls may share a body, but not what they absorb: so this one has a call's name.
-            target, arguments = node.name, self._arguments(node)
-            self.held[target] = self._body(node, arguments, values)
-        else:
-            target = str(node.target)
-            indices = [value.args[1] for value in values]
-            self._hold(target)
-        read = tuple(self.here[argument] for argument in arguments)
-        call = self.graph.create_node("call_module", target, read, name=node.name)
+    def _call(self, node: fx.Node, copy: Copy) -> None:
+        """A call of another body, and its results, of which others read the old ones."""
+        made = [value for value, maker in self.maker.items() if maker is node]
+        values = [value for value in made if value in self.carried]
+        arguments = self._arguments(node)
+        # Calls may share a body, but not what they absorb: so this one has the call's name.
+        copy.held[node.name] = self._body(node, arguments, values)
+        read = copy.read(tuple(arguments))
+        call = copy.graph.create_node("call_module", node.name, read, name=node.name)
         call.meta = dict(node.meta)
-        for index, value in zip(indices, values, strict=True):
-            part = self.graph.create_node(
-                "call_function", operator.getitem, (call, index), name=value.name
-            )
-            part.meta = dict(value.meta)
-            self.here[value] = part
+        for index, value in enumerate(values):
+            copy.here[value] = copy.part(call, index, value)
+        for value in made:  # what its own body alone reads has nothing that stands for it
+            copy.here.setdefault(value, None)
 
     def _body(
-        self, call: fx.Node, arguments: Sequence[fx.Node], values: list[fx.Node]
+        self, call: fx.Node, arguments: Sequence[fx.Node], values: Sequence[fx.Node]
     ) -> fx.GraphModule:
         """A call's body with all that it absorbs: so many arguments in, these values out."""
         old = self.program.module.get_submodule(str(call.target))
         assert isinstance(old, fx.GraphModule)
-        body, held = fx.Graph(), dict[str, Any]()
-        inside: dict[fx.Node, fx.Node] = {}  # of both graphs
+        body = Copy(old)
         for argument in arguments:
-            inside[argument] = body.create_node("placeholder", argument.name, name=argument.name)
-            inside[argument].meta = dict(argument.meta)
+            body.input(argument)
         for node in self.before[call]:
-            inside[node] = body.node_copy(node, inside.__getitem__)
-        call_arguments: Iterator[Any] = iter(call.args)
-        for node in old.graph.nodes:
-            if node.op == "placeholder":
-                inside[node] = inside[next(call_arguments)]
-            elif node.op != "output":
-                inside[node] = body.node_copy(node, inside.__getitem__)
-            if node.op == "get_attr":
-                held[str(node.target)] = operator.attrgetter(str(node.target))(old)
-        results = returned(old)
+            body.keep(node)
+        results = body.inline(old, body.read(call.args))
         for part in call.users:
-            inside[part] = inside[results[part.args[1]]]
+            body.here[part] = results[part.args[1]]
         for node in self.after[call]:
-            inside[node] = body.node_copy(node, inside.__getitem__)
-        body.output(tuple(inside[value] for value in values))
-        return _torch.graph_module(held, body, call.name)
+            body.keep(node)
+        body.graph.output(body.read(tuple(values)))
+        return body.module(call.name)
 
 
 def _read(plain: list[fx.Node]) -> list[fx.Node]:

@@ -3,7 +3,7 @@
 import torch
 from torch import fx
 
-from pfeife import _torch
+from pfeife.ir.copying import copied
 from pfeife.ir.nodes import output_node, value_of
 from pfeife.ir.parts import Port, Role
 from pfeife.ir.program import Program
@@ -17,16 +17,14 @@ def from_graph(module: fx.GraphModule) -> Program:
     "result_1" and so on by their places; places with None are left out. The graph is copied. Nodes
     need their fake values in `meta["val"]`. Raises ValueError for what is no tensor.
     """
-    graph = fx.Graph()
-    here: dict[fx.Node, fx.Node] = {}
-    graph.graph_copy(module.graph, here)
+    copy = copied(module, output=False)
     output = output_node(module).args[0]
     values = output if isinstance(output, tuple | list) else (output,)
     results = {f"result_{at}": node for at, node in enumerate(values) if node is not None}
-    inputs = [_port(node.name, node, Role.BATCH) for node in here if node.op == "placeholder"]
+    inputs = [_port(node.name, node, Role.BATCH) for node in copy.here if node.op == "placeholder"]
     outputs = [_port(name, node, Role.OUTPUT) for name, node in results.items()]
-    graph.output({name: here[node] for name, node in results.items()})
-    return Program(_torch.graph_module(module, graph), tuple(inputs), tuple(outputs))
+    copy.graph.output(copy.read(results))
+    return Program(copy.module("GraphModule"), tuple(inputs), tuple(outputs))
 
 
 def _port(name: str, node: object, role: Role) -> Port:

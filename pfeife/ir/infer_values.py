@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 
 from pfeife import _torch
 from pfeife.ir.base import AProgram
-from pfeife.ir.nodes import has_effects, output_node, receive, returned, send, tell
+from pfeife.ir.copying import Copy, copied
+from pfeife.ir.nodes import attribute, has_effects, output_node, receive, returned, send, tell
 from pfeife.ir.seeding import seeded
 from pfeife.ir.sizes import captured_sizes
 
@@ -53,16 +54,16 @@ def _settled(module: fx.GraphModule, bodies: Bodies, opened: Opened) -> fx.Graph
     same = all(module.get_submodule(at) is body for at, body in bodies.items())
     if not values and same and _runs_its_graph(module):
         return module
-    graph = fx.Graph()
-    here: dict[fx.Node, fx.Node] = {}
-    held: dict[str, Any] = dict(bodies)
-    for node in module.graph.nodes:
-        here[node] = graph.node_copy(node, here.__getitem__)
+
+    def told(node: fx.Node, copy: Copy) -> fx.Node:
+        new = copy.keep(node)
         if node in values:
-            tell(here[node], *values[node])
-        if node.op == "get_attr":
-            held[str(node.target)] = _attribute(module, node)
-    return _torch.graph_module(held, graph, type(module).__name__)
+            tell(new, *values[node])
+        return new
+
+    copy = copied(module, told)
+    copy.held.update(bodies)
+    return copy.module()
 
 
 def _runs_its_graph(module: fx.GraphModule) -> bool:
@@ -73,10 +74,6 @@ def _runs_its_graph(module: fx.GraphModule) -> bool:
     own_globals = getattr(type(module).forward, "__globals__", {})
     same = all(own_globals.get(name) is value for name, value in code.globals.items())
     return same and code.src == module.code
-
-
-def _attribute(module: fx.GraphModule, node: fx.Node) -> Any:
-    return operator.attrgetter(str(node.target))(module)
 
 
 class _Values:
@@ -103,7 +100,7 @@ class _Values:
             if "val" in node.meta:
                 self.of[node], self.sizes[node] = node.meta["val"], node.meta.get("sizes")
             elif node.op == "get_attr":
-                self.of[node] = _attribute(self.module, node)
+                self.of[node] = attribute(self.module, node.target)
             elif node.op == "call_module" and _has_values(self.bodies[str(node.target)]):
                 results = returned(self.bodies[str(node.target)])
                 self.of[node] = fx.node.map_arg(results, lambda result: result.meta["val"])

@@ -1,5 +1,6 @@
 """What is asked of a node of a graph, and the two marks of a message."""
 
+import operator
 from typing import Any
 
 import torch
@@ -24,6 +25,11 @@ def output_node(module: fx.GraphModule) -> fx.Node:
 def returned(module: fx.GraphModule) -> Any:
     """What a graph returns: a dict of nodes for a program, a tuple of nodes for a body."""
     return output_node(module).args[0]
+
+
+def attribute(module: torch.nn.Module, target: object) -> Any:
+    """What a module holds by the target of a node: a tensor, or another module."""
+    return operator.attrgetter(str(target))(module)
 
 
 def is_source(node: fx.Node) -> bool:

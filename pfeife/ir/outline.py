@@ -14,9 +14,9 @@ import attrs
 import torch
 from torch import fx
 
-from pfeife import _torch
 from pfeife.ir.absorb import absorb
-from pfeife.ir.nodes import is_number, is_source, receive, returned, send, source_line
+from pfeife.ir.copying import Copy, copied, copied_part
+from pfeife.ir.nodes import attribute, is_number, is_source, receive, returned, send, source_line
 from pfeife.ir.parts import STATE_ROLES, Call, Kind, Role
 from pfeife.ir.program import Program
 
@@ -52,62 +52,26 @@ def inline(program: Program) -> tuple[Program, dict[str, Group]]:
     Node names are kept where they are unique. A flat program comes back as an equal copy.
     """
     program = absorb(program)
-    inliner = _Inliner(program)
-    for node in program.module.graph.nodes:
-        inliner.add(node)
-    module = _torch.graph_module(inliner.holder, inliner.graph)
-    flat = attrs.evolve(program, module=module, calls=(), reductions=())
-    return flat, inliner.groups
+    calls = {call.node: call for call in program.calls}
+    groups: dict[str, Group] = {}
 
-
-class _Inliner:
-    def __init__(self, program: Program):
-        self.program = program
-        self.calls = {call.node: Group(call.unit, call.kind) for call in program.calls}
-        self.graph = fx.Graph()
-        self.groups: dict[str, Group] = {}
-        self.values: dict[fx.Node, Any] = {}  # a node, or a tuple of them for a call
-        self.holder = torch.nn.Module()
-
-    def add(self, node: fx.Node) -> None:
-        read = [self.values[source] for source in node.all_input_nodes]
+    def inlined(node: fx.Node, copy: Copy) -> Any:
+        read = [copy.here[source] for source in node.all_input_nodes]
         if node.op == "call_module":
-            self._call(node)
-        elif node.target is operator.getitem and isinstance(read[0], tuple):
-            self.values[node] = read[0][node.args[1]]  # type: ignore[index]
-        elif node.target is receive:
-            self.values[node] = read[0]
-        elif node.target is send:
-            self.values[node] = tuple(read)
-        else:
-            self._copy(node, self.program.module)
+            call = calls[node.name]
+            body = program.body(call)
+            results = copy.inline(body, copy.read(node.args))
+            computing = (inner for inner in body.graph.nodes if inner.op.startswith("call"))
+            groups.update({copy.here[n].name: Group(call.unit, call.kind) for n in computing})
+            return results
+        if node.target is operator.getitem and isinstance(read[0], tuple):
+            return read[0][node.args[1]]  # type: ignore[index]
+        if node.target is receive:
+            return read[0]
+        return tuple(read) if node.target is send else None
 
-    def _copy(self, node: fx.Node, owner: fx.GraphModule) -> fx.Node:
-        copied = self.values[node] = self.graph.node_copy(node, self.values.__getitem__)
-        if node.op == "get_attr":
-            self._hold(copied, _attribute(owner, node.target))
-        return copied
-
-    def _hold(self, node: fx.Node, value: Any) -> None:
-        """Gives the flat module what a node takes from its own; bodies may call others alike."""
-        name = str(node.target)
-        if getattr(self.holder, name, value) is not value:
-            node.target = name = f"{name}_{node.name}"
-        setattr(self.holder, name, value)
-
-    def _call(self, node: fx.Node) -> None:
-        body = self.program.module.get_submodule(str(node.target))
-        assert isinstance(body, fx.GraphModule)
-        arguments = iter(node.all_input_nodes)
-        for inner in body.graph.nodes:
-            if inner.op == "placeholder":
-                self.values[inner] = self.values[next(arguments)]
-            elif inner.op == "output":
-                self.values[node] = tuple(self.values[result] for result in inner.args[0])
-            else:
-                copied = self._copy(inner, body)
-                if not is_source(inner):
-                    self.groups[copied.name] = self.calls[node.name]
+    module = copied(program.module, inlined).module()
+    return attrs.evolve(program, module=module, calls=(), reductions=()), groups
 
 
 def outline(
@@ -156,7 +120,7 @@ class _Outliner:
             node
             for node in self.nodes
             if node.op == "get_attr"
-            and isinstance(_attribute(flat.module, node.target), torch.nn.Module)
+            and isinstance(attribute(flat.module, node.target), torch.nn.Module)
         }
         self.group: dict[fx.Node, Group] = {}
         for node in self.nodes:
@@ -189,53 +153,29 @@ class _Outliner:
         members[node] = None
 
     def build(self) -> Program:
-        graph = fx.Graph()
-        root = _holder(self.flat.module, fx.Graph())
-        here: dict[fx.Node, fx.Node] = {}
+        copy = Copy(self.flat.module)
         for node in self.nodes:
             if is_source(node) and node not in self.subgraphs:
-                here[node] = graph.node_copy(node)
-                if node.op == "get_attr":
-                    setattr(root, node.target, _attribute(self.flat.module, node.target))
-        wanted = dict.fromkeys(self.results.values())
-        for reads in self.reads.values():
-            wanted |= reads
+                copy.keep(node)
+        wanted = set(self.results.values()).union(*self.reads.values())
         calls = []
         for group in self._ordered():
-            results = [node for node in self.members[group] if node in wanted]
             # A duplicate is a member of several bodies and the result of none.
-            results = [node for node in results if self.group.get(node) == group]
+            members = self.members[group]
+            results = [n for n in members if n in wanted and self.group.get(n) == group]
             if not results:
                 continue  # nothing reads it
             name = f"{self.word}_{group.unit}_{KIND_WORDS[group.kind]}"
-            setattr(root, name, self._body(group, results, name))
-            call = graph.create_node(
-                "call_module", name, tuple(here[node] for node in self.reads[group]), name=name
-            )
+            reads = tuple(self.reads[group])
+            copy.held[name] = copied_part(self.flat.module, reads, members, results, name)
+            call = copy.graph.create_node("call_module", name, copy.read(reads), name=name)
             calls.append(Call(call.name, group.kind, group.unit))
             # Values keep their names: ports, plans and later passes go by them.
             for index, node in enumerate(results):
-                here[node] = graph.create_node(
-                    "call_function", operator.getitem, (call, index), name=node.name
-                )
-                here[node].meta = dict(node.meta)
-        graph.output({name: here[node] for name, node in self.results.items()})
-        return attrs.evolve(
-            self.flat, module=_torch.graph_module(root, graph), calls=tuple(calls), reductions=()
-        )
-
-    def _body(self, group: Group, results: list[fx.Node], name: str) -> fx.GraphModule:
-        body, root = fx.Graph(), torch.nn.Module()
-        inside = {}
-        for node in self.reads[group]:
-            inside[node] = body.create_node("placeholder", node.name, name=node.name)
-            inside[node].meta = dict(node.meta)
-        for node in self.members[group]:
-            inside[node] = body.node_copy(node, inside.__getitem__)
-            if node in self.subgraphs:
-                setattr(root, str(node.target), _attribute(self.flat.module, node.target))
-        body.output(tuple(inside[node] for node in results))
-        return _torch.graph_module(root, body, name)
+                copy.here[node] = copy.part(call, index, node)
+        copy.graph.output(copy.read(self.results))
+        module = copy.module("GraphModule")
+        return attrs.evolve(self.flat, module=module, calls=tuple(calls), reductions=())
 
     def _ordered(self) -> list[Group]:
         for group, reads in self.reads.items():
@@ -248,19 +188,6 @@ class _Outliner:
                         "the same or a later forward, gradients to the same or an earlier backward"
                     )
         return sorted(self.members, key=lambda group: group.order)
-
-
-def _attribute(module: torch.nn.Module, target: object) -> object:
-    return operator.attrgetter(str(target))(module)
-
-
-def _holder(module: fx.GraphModule, graph: fx.Graph) -> torch.nn.Module:
-    """A fresh module with the attributes that the graph's get_attr nodes name."""
-    holder = torch.nn.Module()
-    for node in graph.nodes:
-        if node.op == "get_attr":
-            setattr(holder, str(node.target), _attribute(module, node.target))
-    return holder
 
 
 # Their schemas promise fresh tensors, their kernels look at the input's storage.

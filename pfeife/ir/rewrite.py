@@ -7,8 +7,8 @@ import attrs
 from torch import fx
 from torch.fx import subgraph_rewriter
 
-from pfeife import _torch
 from pfeife.ir.base import AProgram, ProgramBase
+from pfeife.ir.copying import Copy, copied
 from pfeife.ir.infer_values import settle
 from pfeife.ir.nodes import returned, value_of
 
@@ -53,22 +53,21 @@ def rewrite(program: AProgram, function: Rewrite, of: Where = "bodies") -> AProg
 
 
 def _rewritten(module: fx.GraphModule, function: Rewrite) -> fx.GraphModule:
-    graph = fx.Graph()
-    here: dict[fx.Node, fx.Node] = {}
-    for node in module.graph.nodes:
-        replacement = None
-        if node.op == "call_function":
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), here.__getitem__)
-            replacement = function(Operation(node, args, kwargs, graph))
-        if replacement is not None and not (
-            isinstance(replacement, fx.Node) and replacement.graph is graph
+    def change(node: fx.Node, copy: Copy) -> fx.Node | None:
+        if node.op != "call_function":
+            return None
+        args, kwargs = copy.read((node.args, node.kwargs))
+        replacement = function(Operation(node, args, kwargs, copy.graph))
+        if replacement is None or (
+            isinstance(replacement, fx.Node) and replacement.graph is copy.graph
         ):
-            raise ValueError(
-                f"the rewrite of {node.format_node()} gave {replacement!r}; it gives a node that "
-                "`make` has made or that is in the operation's arguments, or None to keep it"
-            )
-        here[node] = replacement or graph.node_copy(node, here.__getitem__)
-    return _torch.graph_module(module, graph, type(module).__name__)
+            return replacement
+        raise ValueError(
+            f"the rewrite of {node.format_node()} gave {replacement!r}; it gives a node that "
+            "`make` has made or that is in the operation's arguments, or None to keep it"
+        )
+
+    return copied(module, change).module()
 
 
 def replace(
@@ -93,7 +92,7 @@ def replace(
 def edit(program: AProgram, change: Edit, of: Where = "bodies") -> AProgram:
     """See `Program.edit`."""
     if program.calls and of == "bodies":
-        module = _copy(program.module)
+        module = copied(program.module).module()
         new: dict[int, fx.GraphModule] = {}  # calls may share a body
         for call in program.calls:
             body, target = program.body(call), str(program.node(call.node).target)
@@ -109,20 +108,12 @@ def edit(program: AProgram, change: Edit, of: Where = "bodies") -> AProgram:
 
 
 def _edited(module: fx.GraphModule, change: Edit) -> fx.GraphModule:
-    copy = _copy(module)
+    copy = copied(module).module()
     outcome = change(copy)
     result = outcome if isinstance(outcome, fx.GraphModule) else copy
     result.graph.lint()
     result.recompile()
     return result
-
-
-def _copy(module: fx.GraphModule) -> fx.GraphModule:
-    graph = fx.Graph()
-    here: dict[fx.Node, fx.Node] = {}
-    for node in module.graph.nodes:
-        here[node] = graph.node_copy(node, here.__getitem__)
-    return _torch.graph_module(module, graph, type(module).__name__)
 
 
 def _check_ends(call: str, before: fx.GraphModule, after: fx.GraphModule) -> None:

@@ -5,7 +5,6 @@ for x [4, 7]        rows 4, length 7
 settled             view(x, [28]), without the ports
 """
 
-import operator
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -15,7 +14,8 @@ from torch import fx
 
 from pfeife import _torch
 from pfeife.ir.base import AProgram
-from pfeife.ir.nodes import is_number, is_source, returned
+from pfeife.ir.copying import Copy, copied
+from pfeife.ir.nodes import is_number, is_source
 from pfeife.ir.parts import Role
 
 _SIZE = torch.ops.aten.sym_size.int  # of a tensor; what data decide is read by an item
@@ -116,23 +116,19 @@ def settled(program: AProgram) -> AProgram:
 def _settled(module: fx.GraphModule, sizes: Mapping[str, int]) -> fx.GraphModule:
     """A copy of a graph with numbers in place of inputs with such names, and of what is computed of
     nothing else."""
-    graph = fx.Graph()
-    here: dict[fx.Node, Any] = {}
-    for node in module.graph.nodes:
-        if node.op == "output":
-            continue
-        read = [here[source] for source in node.all_input_nodes]
+
+    def fixed(node: fx.Node, copy: Copy) -> Any:
+        read = [copy.here[source] for source in node.all_input_nodes]
         is_known = (
             is_number(node) and read and not any(isinstance(value, fx.Node) for value in read)
         )
         if is_known or node.target is _SIZE or (node.op == "placeholder" and node.name in sizes):
-            here[node] = node.meta["val"]
-            continue
-        copied = here[node] = graph.node_copy(node, lambda source: source)
-        copied.args, copied.kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), here.get)
-        copied.meta.pop("sizes", None)
-    graph.output(fx.node.map_arg(returned(module), here.get))
-    return _torch.graph_module(module, graph)
+            return node.meta["val"]
+        new = copy.keep(node)
+        new.meta.pop("sizes", None)
+        return new
+
+    return copied(module, fixed).module()
 
 
 def resized(program: AProgram, sizes: Mapping[str, int]) -> AProgram:
@@ -143,39 +139,34 @@ def resized(program: AProgram, sizes: Mapping[str, int]) -> AProgram:
         return program
     bodies = {str(program.node(call.node).target): program.body(call) for call in program.calls}
 
-    def anew(module: fx.GraphModule, held: dict[str, Any]) -> fx.GraphModule:
-        numbers = numbers_of_sizes(program, module.graph, of_tensors=True)
-        return _resized(module, sizes, numbers, held)
+    def anew(module: fx.GraphModule) -> Copy:
+        return _resized(module, sizes, numbers_of_sizes(program, module.graph, of_tensors=True))
 
-    held: dict[str, Any] = {at: anew(body, {}) for at, body in bodies.items()}
     inputs, outputs = (
         tuple(attrs.evolve(port, shape=port.shape_at(sizes)) for port in ports)
         for ports in (program.inputs, program.outputs)
     )
-    module = anew(program.module, held)
-    return attrs.evolve(program, module=module, inputs=inputs, outputs=outputs)
+    calls = anew(program.module)
+    calls.held.update({at: anew(body).module() for at, body in bodies.items()})
+    return attrs.evolve(program, module=calls.module(), inputs=inputs, outputs=outputs)
 
 
-def _resized(
-    module: fx.GraphModule, sizes: Mapping[str, int], numbers: Collection[str], held: dict[str, Any]
-) -> fx.GraphModule:
-    graph = fx.Graph()
-    here: dict[fx.Node, fx.Node] = {}
-    for node in module.graph.nodes:
-        copied = here[node] = graph.node_copy(node, here.__getitem__)
-        value = node.meta.get("val")
+def _resized(module: fx.GraphModule, sizes: Mapping[str, int], numbers: Collection[str]) -> Copy:
+    def resized(node: fx.Node, copy: Copy) -> fx.Node:
+        new = copy.keep(node)
+        value: Any = node.meta.get("val")
         if "sizes" in node.meta:
             shape, strides = (_torch.sizes_at(layout, sizes) for layout in node.meta["sizes"])
-            copied.meta["val"] = _torch.fake_tensor(
+            new.meta["val"] = _torch.fake_tensor(
                 value.fake_mode, value.dtype, value.device, shape, strides, 0
             )
         elif node.op == "placeholder" and node.name in sizes:
-            copied.meta["val"] = sizes[node.name]
+            new.meta["val"] = sizes[node.name]
         elif node.name in numbers:
-            copied.meta["val"] = _computed(copied)
-        if node.op == "get_attr":
-            held[str(node.target)] = operator.attrgetter(str(node.target))(module)
-    return _torch.graph_module(held, graph, type(module).__name__)
+            new.meta["val"] = _computed(new)
+        return new
+
+    return copied(module, resized)
 
 
 def _computed(number: fx.Node) -> Any:

@@ -1,7 +1,6 @@
 """A program as the text of a Python file that runs with torch alone."""
 
 import inspect
-import operator
 import re
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 from torch import fx
 
 from pfeife.ir.base import ProgramBase
-from pfeife.ir.nodes import receive, send, size_tensor
+from pfeife.ir.nodes import attribute, receive, send, size_tensor
 from pfeife.ir.parts import Port
 from pfeife.ir.sizes import captured_sizes
 
@@ -81,7 +80,7 @@ class _Writer:
         self.classes.append(f"class {name}(torch.nn.Module):\n{indented}\n")
 
     def _held(self, name: str, module: fx.GraphModule, target: str) -> str:
-        value = operator.attrgetter(target)(module)
+        value = attribute(module, target)
         if isinstance(value, fx.GraphModule):
             inner = f"{name}_{target}".replace(".", "_").removeprefix("Program_")
             self.add(inner, value)

@@ -8,7 +8,7 @@ import attrs
 import torch
 from torch import fx
 
-from pfeife import _torch
+from pfeife.ir.copying import Copy, copied
 from pfeife.ir.nodes import has_effects, is_sized_by_data, returned, sizes_of, source_line
 from pfeife.ir.parts import Port, Role, Tracked
 from pfeife.ir.program import Program
@@ -42,19 +42,18 @@ def defer_batch_norm() -> Pass:
             for node in program.module.graph.nodes
             if node.target in _NORMS and _given(node)["training"]
         }
-        graph = fx.Graph()
-        here: dict[fx.Node, fx.Node] = {}
-        for node in program.module.graph.nodes:
-            if node.op != "output":
-                here[node] = graph.node_copy(node, here.__getitem__)
-                if node in norms:
-                    arguments = {**_given(here[node]), "momentum": 1.0}
-                    here[node].args, here[node].kwargs = tuple(map(arguments.get, _names(node))), {}
-        graph.output({name: here[node] for name, node in returned(program.module).items()})
-        graph.eliminate_dead_code(has_effects)
-        module = _torch.graph_module(program.module, graph)
+
+        def whole(node: fx.Node, copy: Copy) -> fx.Node:
+            new = copy.keep(node)
+            if node in norms:
+                arguments = {**_given(new), "momentum": 1.0}
+                new.args, new.kwargs = tuple(map(arguments.get, _names(node))), {}
+            return new
+
+        copy = copied(program.module, whole)
+        copy.graph.eliminate_dead_code(has_effects)  # what computed another momentum
         tracked = (*program.tracked, *norms.values())
-        return attrs.evolve(program, module=module, tracked=tracked)
+        return attrs.evolve(program, module=copy.module(), tracked=tracked)
 
     return run
 

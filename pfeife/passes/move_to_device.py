@@ -10,7 +10,9 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from pfeife import _torch
+from pfeife.ir.copying import Copy, copied
 from pfeife.ir.nodes import (
+    attribute,
     has_effects,
     is_number,
     is_sized_by_data,
@@ -151,19 +153,19 @@ class _Mover:
         `stay` stay where they are."""
         if id(module) in self.modules:
             return self.modules[id(module)]
-        graph = fx.Graph()
-        here: dict[fx.Node, fx.Node] = {}
-        held: dict[str, Any] = {}
         left = iter(values)
-        for node in module.graph.nodes:
-            copied = here[node] = graph.node_copy(node, here.__getitem__)
+
+        def moved(node: fx.Node, copy: Copy) -> fx.Node:
+            new = copy.keep(node)
             if node.op == "placeholder":
-                self._tell(copied, next(left, self.value(node, node.name in stay)))
+                self._tell(new, next(left, self.value(node, node.name in stay)))
             elif node.op == "call_function":
-                here[node] = self._moved(node, copied)
+                return self._moved(node, new)
             elif node.op in ("get_attr", "call_module"):
-                held[str(node.target)], here[node] = self._held(module, copied)
-        self.modules[id(module)] = _torch.graph_module(held, graph, type(module).__name__)
+                copy.held[str(node.target)], new = self._held(module, new)
+            return new
+
+        self.modules[id(module)] = copied(module, moved).module()
         return self.modules[id(module)]
 
     def _tell(self, node: fx.Node, value: Any) -> None:
@@ -174,7 +176,7 @@ class _Mover:
     def _held(self, module: fx.GraphModule, node: fx.Node) -> tuple[Any, fx.Node]:
         """What a module has by the name of a new node's target, and the node to read of it: a
         tensor that is held by value stays where it is, and a copy is read."""
-        held = operator.attrgetter(str(node.target))(module)
+        held = attribute(module, node.target)
         if isinstance(held, fx.GraphModule):
             values = [self.of[source] for source in node.all_input_nodes]
             held = self.module(held, values)

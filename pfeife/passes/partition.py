@@ -6,8 +6,8 @@ import attrs
 import torch
 from torch import fx
 
-from pfeife import _torch
 from pfeife.data.plan import Plan
+from pfeife.ir.copying import copied
 from pfeife.ir.nodes import has_effects, is_number, is_source, returned, source_line
 from pfeife.ir.outline import Group, inline, outline, viewed
 from pfeife.ir.parts import Call, Kind, Port, Role
@@ -139,9 +139,8 @@ def _separate_sums(flat: Program, groups: Mapping[str, Group]) -> tuple[Program,
 
     Where the sum is cast (`accumulate_in`), its parts are.
     """
-    graph, new_groups = fx.Graph(), dict(groups)
-    here: dict[fx.Node, fx.Node] = {}
-    graph.graph_copy(flat.module.graph, here)
+    copy, new_groups = copied(flat.module, output=False), dict(groups)
+    graph, here = copy.graph, copy.here
     outputs: list[Port] = []
     results: dict[str, fx.Node] = {}
     for port, node in zip(flat.outputs, returned(flat.module).values(), strict=True):
@@ -175,7 +174,7 @@ def _separate_sums(flat: Program, groups: Mapping[str, Group]) -> tuple[Program,
     graph.output(results)
     graph.eliminate_dead_code(has_effects)
     names = {node.name for node in graph.nodes}
-    module = _torch.graph_module(flat.module, graph)
+    module = copy.module()
     remaining = {name: group for name, group in new_groups.items() if name in names}
     return attrs.evolve(flat, module=module, outputs=tuple(outputs)), remaining
 

@@ -1,14 +1,13 @@
 """Devices: captured on one, run on others."""
 
-import operator
 from collections.abc import Callable, Sequence
 
 import attrs
 import torch
 from torch import fx
 
-from pfeife import _torch
 from pfeife.ir.absorb import absorb
+from pfeife.ir.copying import Copy, copied
 from pfeife.ir.program import Program
 
 
@@ -30,26 +29,27 @@ def place(devices: Sequence[torch.device | str]) -> Callable[[Program], Program]
             )
         program = absorb(program)
         ranks = {call.node: call.rank or 0 for call in program.calls}
-        graph, held = _copy(program.module.graph, {}), {}
-        for node in graph.nodes:
+
+        def placed(node: fx.Node, copy: Copy) -> fx.Node:
+            new = copy.keep(node)
             if node.name in ranks:  # a body of its own, since calls of several ranks may share one
-                body = program.module.get_submodule(str(node.target))
-                placed = _copy(body.graph, {"device": places[ranks[node.name]]})  # type: ignore[arg-type]
-                node.target = node.name
-                held[node.name] = _torch.graph_module(body, placed, node.name)
-            elif node.op == "get_attr":
-                held[str(node.target)] = operator.attrgetter(str(node.target))(program.module)
-        return attrs.evolve(program, module=_torch.graph_module(held, graph))
+                new.target = node.name
+                body = _on_device(copy.held[str(node.target)], places[ranks[node.name]])
+                copy.held[node.name] = body.module(node.name)
+            return new
+
+        return attrs.evolve(program, module=copied(program.module, placed).module())
 
     return run
 
 
-def _copy(graph: fx.Graph, changed: dict[str, torch.device]) -> fx.Graph:
-    """A copy whose nodes have the changed keyword arguments where they had them at all."""
-    new = fx.Graph()
-    here: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        here[node] = new.node_copy(node, here.__getitem__)
-        present = {name: value for name, value in changed.items() if name in node.kwargs}
-        here[node].kwargs = {**here[node].kwargs, **present}
-    return new
+def _on_device(body: fx.GraphModule, device: torch.device) -> Copy:
+    """A copy whose nodes name this device where they named one at all."""
+
+    def placed(node: fx.Node, copy: Copy) -> fx.Node:
+        new = copy.keep(node)
+        if "device" in node.kwargs:
+            new.kwargs = {**new.kwargs, "device": device}
+        return new
+
+    return copied(body, placed)

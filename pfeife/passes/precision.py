@@ -1,13 +1,12 @@
 """In what precision gradients are added up, and parameters are held."""
 
 from collections.abc import Collection
-from typing import Any
 
 import attrs
 import torch
 from torch import fx
 
-from pfeife import _torch
+from pfeife.ir.copying import copied
 from pfeife.ir.infer_values import settle
 from pfeife.ir.nodes import returned
 from pfeife.ir.parts import Port, Role
@@ -42,20 +41,18 @@ def accumulate_in(dtype: torch.dtype = torch.float32) -> Pass:
         }
         if not narrow:
             return program
-        graph = fx.Graph()
-        copies: Any = graph.graph_copy(program.module.graph, {})
-        graph.output(
+        copy = copied(program.module, output=False)
+        copy.graph.output(
             {
-                name: _cast(graph, node, dtype) if name in narrow else node
-                for name, node in copies.items()
+                name: _cast(node, dtype) if name in narrow else node
+                for name, node in copy.read(results).items()
             }
         )
         outputs = (
             attrs.evolve(port, dtype=dtype) if port.name in narrow else port
             for port in program.outputs
         )
-        module = _torch.graph_module(program.module, graph)
-        return settle(attrs.evolve(program, module=module, outputs=tuple(outputs)))
+        return settle(attrs.evolve(program, module=copy.module(), outputs=tuple(outputs)))
 
     return run
 
@@ -93,7 +90,7 @@ def _is_dense(node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and value.layout == torch.strided
 
 
-def _cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-    cast = graph.call_function(torch.ops.aten._to_copy.default, (node,), {"dtype": dtype})
+def _cast(node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    cast = node.graph.call_function(torch.ops.aten._to_copy.default, (node,), {"dtype": dtype})
     cast.meta = {name: value for name, value in node.meta.items() if name not in ("val", "sizes")}
     return cast

@@ -2,12 +2,13 @@
 
 import operator
 from collections.abc import Mapping
+from typing import Any
 
 import attrs
 from torch import fx
 
-from pfeife import _torch
 from pfeife.data.plan import Plan
+from pfeife.ir.copying import Copy, copied
 from pfeife.ir.nodes import has_effects
 from pfeife.ir.outline import Group
 from pfeife.ir.parts import Kind, Role
@@ -27,18 +28,17 @@ def recomputed(
     """
     if not plan.recompute:
         return flat, dict(groups)
-    again = _Again(flat, groups, _named(flat, groups, plan))
-    for node in flat.module.graph.nodes:
-        again.add(node)
+    again = _Again(_named(flat, groups, plan), groups)
+    copy = copied(flat.module, again.written)
+    copy.graph.eliminate_dead_code(has_effects)
+    result = attrs.evolve(flat, module=copy.module())
     before = _readers_of_updated(flat, groups)
-    again.graph.eliminate_dead_code(has_effects)
-    result = attrs.evolve(flat, module=_torch.graph_module(flat.module, again.graph))
     for name in sorted(before - _readers_of_updated(result, again.groups)):
         raise ValueError(
             f"the plan recomputes all that the forward reads buffer {name} for, and the "
             "step updates it: its old value would be lost; recompute less of it"
         )
-    names = {node.name for node in again.graph.nodes}
+    names = {node.name for node in copy.graph.nodes}
     return result, {name: group for name, group in again.groups.items() if name in names}
 
 
@@ -60,7 +60,7 @@ def _named(flat: Program, groups: Mapping[str, Group], plan: Plan) -> set[fx.Nod
 
 
 class _Again:
-    """A new graph, copied node by node; a copy of what is recomputed stands where it is read first.
+    """What a graph's nodes become; a copy of what is recomputed stands where it is read first.
 
         before:  a -> b -> c | dc -> db(b) -> da(a)          b is recomputed by this stage
         after:   a -> b -> c | dc, b_again(a) -> db(b_again) -> da(a)
@@ -69,48 +69,42 @@ class _Again:
     pending rather than by calls, of which Python allows a thousand.
     """
 
-    def __init__(self, flat: Program, groups: Mapping[str, Group], named: set[fx.Node]):
+    def __init__(self, named: set[fx.Node], groups: Mapping[str, Group]):
         self.named, self.groups = named, dict(groups)
-        self.graph = fx.Graph()
-        self.here: dict[fx.Node, fx.Node] = {}
         self.copies: dict[fx.Node, fx.Node] = {}
 
-    def add(self, node: fx.Node) -> None:
+    def written(self, node: fx.Node, copy: Copy) -> fx.Node | None:
+        """A node of a backward, behind copies of what it reads that the plan has it recompute."""
         group = self.groups.get(node.name)
         if group is None or group.kind == Kind.FORWARD:
-            self.here[node] = self.graph.node_copy(node, self.here.__getitem__)
-            return
-        pending = [node]
+            return None
+
+        def repeats(value: fx.Node) -> bool:
+            return value in self.named and self.groups[value.name].unit == group.unit
+
+        def read(value: fx.Node) -> Any:
+            return self.copies[value] if repeats(value) else copy.here[value]
+
+        pending = [source for source in reversed(node.all_input_nodes) if repeats(source)]
         while pending:
             missing = [
                 source
                 for source in pending[-1].all_input_nodes
-                if self._repeats(source, group) and source not in self.copies
+                if repeats(source) and source not in self.copies
             ]
             # each is copied behind what it reads; a node may be pending twice, for two readers
             if missing:
                 pending += reversed(missing)
                 continue
             last = pending.pop()
-            if last is node:
-                self.here[node] = self._copy(node, group)
-            elif last not in self.copies:
-                self.copies[last] = self._copy(last, group, f"{last.name}_again")
-
-    def _repeats(self, node: fx.Node, group: Group) -> bool:
-        return node in self.named and self.groups[node.name].unit == group.unit
-
-    def _copy(self, node: fx.Node, group: Group, name: str | None = None) -> fx.Node:
-        def read(value: fx.Node) -> fx.Node:
-            return self.copies[value] if self._repeats(value, group) else self.here[value]
-
-        if name is None:
-            return self.graph.node_copy(node, read)
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), read)
-        copied = self.graph.create_node(node.op, node.target, args, kwargs, name=name)
-        copied.meta = dict(node.meta)
-        self.groups[copied.name] = group
-        return copied
+            if last not in self.copies:
+                args, kwargs = fx.node.map_arg((last.args, last.kwargs), read)
+                again = self.copies[last] = copy.graph.create_node(
+                    last.op, last.target, args, kwargs, name=f"{last.name}_again"
+                )
+                again.meta = dict(last.meta)
+                self.groups[again.name] = group
+        return copy.keep(node, read=read)
 
 
 def _readers_of_updated(flat: Program, groups: Mapping[str, Group]) -> set[str]:

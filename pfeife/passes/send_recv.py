@@ -1,15 +1,15 @@
 """Sends and receives for everything that crosses ranks."""
 
-import operator
 from collections.abc import Callable, Iterable, Mapping
 
 import attrs
 from torch import fx
 
-from pfeife import _torch
 from pfeife.ir.absorb import absorb
-from pfeife.ir.messages import call_of, holders
-from pfeife.ir.nodes import is_source, receive, send
+from pfeife.ir.copying import Copy, copied
+from pfeife.ir.graph import origins
+from pfeife.ir.messages import holders
+from pfeife.ir.nodes import receive, send
 from pfeife.ir.parts import Call, Kind, Reduction, Role
 from pfeife.ir.program import Program
 
@@ -38,7 +38,7 @@ def insert_send_recv(
         if unplaced:
             raise ValueError(f"{unplaced} have no rank; partition the program first")
         program = absorb(program)
-        module = _torch.graph_module(program.module, _Sender(program).graph())
+        module = copied(program.module, _Sender(program).written).module("GraphModule")
         shared = _shared_gradients(program, owners or {})
         return attrs.evolve(program, module=module, reductions=shared)
 
@@ -46,7 +46,7 @@ def insert_send_recv(
 
 
 class _Sender:
-    """A new graph, node by node, in which a value has a node of its own on each rank.
+    """What a graph's nodes become, so that a value has a node of its own on each rank.
 
         before:  a = A(x)                b = B(a, c)        with A on rank 0 and B on rank 1
         after:   a = A(x), send (a,)     receive -> a_on_1, b = B(a_on_1, c)
@@ -56,90 +56,58 @@ class _Sender:
     """
 
     def __init__(self, program: Program):
-        self.program = program
-        self.calls = {call.node: call for call in program.calls}
-        self.new = fx.Graph()
-        # The node of an old value on a rank; of inputs, which are everywhere, on None.
-        self.here: dict[tuple[fx.Node, int | None], fx.Node] = {}
+        self.ranks = {call.node: call.rank for call in program.calls if call.rank is not None}
+        # Inputs are everywhere, so nobody makes them.
+        self.maker = {value: origin.maker for value, origin in origins(program).items()}
+        self.crossing = self._crossing(program)
+        # The last of a call's results, behind which its messages stand.
+        self.last = {maker: value for value, maker in self.maker.items()}
         # What was sent and not received yet, by the call that made it and the rank that reads it.
-        self.waiting: dict[tuple[str, int], tuple[fx.Node, list[fx.Node]]] = {}
+        self.waiting: dict[tuple[fx.Node | None, int | None], fx.Node] = {}
+        self.arrived: dict[tuple[fx.Node, int | None], fx.Node] = {}
 
-    def graph(self) -> fx.Graph:
-        nodes = list(self.program.module.graph.nodes)
-        makers: dict[fx.Node, Call | None] = {}
-        crossing: dict[fx.Node, dict[int, list[fx.Node]]] = {}
-        for node in nodes:  # who reads what on which other rank
-            makers[node] = self._maker(node, makers)
-            reader = self.calls.get(node.name)
-            for value in node.all_input_nodes if reader and node.op == "call_module" else ():
-                maker = makers[value]
-                assert reader is not None and reader.rank is not None
-                if maker is not None and maker.rank != reader.rank:
-                    values = crossing.setdefault(call_of(value), {}).setdefault(reader.rank, [])
-                    values.extend([value] if value not in values else [])
-        # The sends of a call stand behind the last of its results, which follow the call.
-        for index, node in enumerate(nodes):
-            if node.op == "output":
-                results = {n: self._at(v, makers[v]) for n, v in node.args[0].items()}
-                self.new.output(results)
-            elif node.op == "call_module":
-                self._call(node, makers)
-            else:
-                rank = makers[node].rank if makers[node] else None  # type: ignore[union-attr]
-                copied = self.new.node_copy(node, lambda v, rank=rank: self._local(v, rank))  # type: ignore[misc]
-                self.here[node, rank] = copied
-            last = index + 1 == len(nodes) or nodes[index + 1].target is not operator.getitem
-            if last and (maker := makers[node]) is not None and node.op != "output":
-                self._send(call_of(node), crossing.pop(call_of(node), {}), maker)
-        return self.new
+    def _crossing(self, program: Program) -> dict[fx.Node, dict[int, dict[fx.Node, None]]]:
+        """What a call makes for each other rank, in the order in which it is read there."""
+        crossing: dict[fx.Node, dict[int, dict[fx.Node, None]]] = {}
+        for node in program.module.graph.nodes:
+            rank = self.ranks.get(node.name)
+            for value in node.all_input_nodes if rank is not None else ():
+                maker = self.maker.get(value)
+                if rank is not None and maker is not None and self.ranks[maker.name] != rank:
+                    crossing.setdefault(maker, {}).setdefault(rank, {})[value] = None
+        return crossing
 
-    def _maker(self, node: fx.Node, makers: dict[fx.Node, Call | None]) -> Call | None:
-        if is_source(node) or node.op == "output":
-            return None
-        return self.calls.get(node.name) or makers[node.all_input_nodes[0]]
-
-    def _at(self, value: fx.Node, maker: Call | None) -> fx.Node:
-        return self.here[value, maker.rank if maker else None]
-
-    def _local(self, value: fx.Node, rank: int | None) -> fx.Node:
-        """A value on a rank; inputs are everywhere."""
-        return self.here.get((value, rank)) or self.here[value, None]
-
-    def _call(self, node: fx.Node, makers: dict[fx.Node, Call | None]) -> None:
-        call = self.calls[node.name]
-        assert call.rank is not None
-        for value in node.all_input_nodes:
-            maker = makers[value]
-            if maker is not None and (value, call.rank) not in self.here:
-                self._receive(call_of(value).name, call.rank)
-        copied = self.new.node_copy(node, lambda value: self._local(value, call.rank))
+    def written(self, node: fx.Node, copy: Copy) -> fx.Node:
+        """A node, behind the messages that it reads and before those that it makes complete."""
+        rank = self.ranks.get(node.name)
+        for value in node.all_input_nodes if rank is not None else ():
+            if (self.maker.get(value), rank) in self.waiting:
+                self._receive(self.maker[value], rank, copy)  # type: ignore[arg-type]
+        new = copy.keep(node, read=lambda value: self.arrived.get((value, rank), copy.here[value]))
         # `program.calls` go by the names of their nodes
-        assert copied.name == node.name
-        self.here[node, call.rank] = copied
+        assert rank is None or new.name == node.name
+        maker = self.maker.get(node)
+        if maker is not None and self.last[maker] is node:
+            self._send(maker, copy)
+        return new
 
-    def _send(self, call: fx.Node, readers: dict[int, list[fx.Node]], maker: Call) -> None:
-        for rank, values in readers.items():
-            message = tuple(self.here[value, maker.rank] for value in values)
-            name = f"send_{call.name}_to_{rank}"
-            sent = self.new.create_node(
-                "call_function", send, (message, maker.rank, rank), name=name
+    def _send(self, maker: fx.Node, copy: Copy) -> None:
+        source = self.ranks[maker.name]
+        for rank, values in self.crossing.get(maker, {}).items():
+            message = copy.read(tuple(values))
+            name = f"send_{maker.name}_to_{rank}"
+            self.waiting[maker, rank] = copy.graph.create_node(
+                "call_function", send, (message, source, rank), name=name
             )
-            self.waiting[call.name, rank] = (sent, values)
 
-    def _receive(self, call: str, rank: int) -> None:
-        sent, values = self.waiting.pop((call, rank))
-        received = self.new.create_node(
-            "call_function",
-            receive,
-            (sent, sent.args[1], rank),
-            name=f"receive_{call}_on_{rank}",
+    def _receive(self, maker: fx.Node, rank: int, copy: Copy) -> None:
+        sent = self.waiting.pop((maker, rank))
+        name = f"receive_{maker.name}_on_{rank}"
+        received = copy.graph.create_node(
+            "call_function", receive, (sent, sent.args[1], rank), name=name
         )
-        for index, value in enumerate(values):
-            copy = self.new.create_node(
-                "call_function", operator.getitem, (received, index), name=f"{value.name}_on_{rank}"
-            )
-            copy.meta = dict(value.meta)
-            self.here[value, rank] = copy
+        for index, value in enumerate(self.crossing[maker][rank]):
+            self.arrived[value, rank] = copy.part(received, index, value, f"{value.name}_on_{rank}")
 
 
 def _shared_gradients(
