@@ -19,11 +19,10 @@ from pfeife.data.timeline import Timeline
 from pfeife.forecasting import Outlook, Question, forecast
 from pfeife.frontend.capture import capture
 from pfeife.frontend.deferred.making import deferred_init, materialize
-from pfeife.ir.boundary import stage_boundary
 from pfeife.ir.evaluate import Result, evaluate, state_of
-from pfeife.ir.from_graph import from_graph
+from pfeife.ir.nodes import stage_boundary
 from pfeife.ir.parts import Call, Kind, Port, Role
-from pfeife.ir.program import Program
+from pfeife.ir.program import Program, from_graph
 from pfeife.ir.verify import verify
 from pfeife.passes import (
     History,

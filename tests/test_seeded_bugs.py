@@ -14,7 +14,7 @@ from pfeife import sched
 from pfeife.frontend import ports
 from pfeife.frontend.cache import program_json
 from pfeife.ir import evaluate, infer_values
-from pfeife.ir.evaluate import named_batch
+from pfeife.ir.microbatch import named_batch
 from pfeife.ir.verify import verify
 from pfeife.lowering import wiring
 from pfeife.lowering.coverage import check_coverage

@@ -18,8 +18,8 @@ from pfeife.frontend.forward import Forward
 from pfeife.frontend.joint import trace
 from pfeife.frontend.microbatch import check_outputs
 from pfeife.frontend.results import Key, Loss, label
-from pfeife.ir.parts import Role
-from pfeife.ir.sizes import captured_sizes, is_open
+from pfeife.ir.parts import Role, captured_sizes
+from pfeife.ir.sizes import is_open
 
 log = logging.getLogger("pfeife")
 

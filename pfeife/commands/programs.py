@@ -24,7 +24,7 @@ from pfeife.frontend.batch import Cutter, Indivisible
 from pfeife.frontend.cache import capture_cache
 from pfeife.frontend.cache.capture_key import sources
 from pfeife.frontend.cache.program_json import StoredProgram, restore, store
-from pfeife.ir.batch import rows_and_tokens
+from pfeife.ir.microbatch import rows_and_tokens
 from pfeife.ir.parts import Role
 from pfeife.ir.program import Program
 

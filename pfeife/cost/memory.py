@@ -18,11 +18,10 @@ from pfeife.data.optimizers import Optimizer, optimizer_bytes
 from pfeife.data.schedule import Action, Schedule
 from pfeife.data.timeline import MemoryCurve, MemoryPoint
 from pfeife.ir.absorb import absorb
+from pfeife.ir.flops import underflows
 from pfeife.ir.messages import holders
-from pfeife.ir.parts import STATE_ROLES, Role
+from pfeife.ir.parts import STATE_ROLES, Role, captured_sizes
 from pfeife.ir.program import Program
-from pfeife.ir.sizes import captured_sizes
-from pfeife.ir.underflow import underflows
 from pfeife.lowering.buckets import owned_bytes
 from pfeife.lowering.clocks import Acknowledged, acknowledged
 from pfeife.lowering.wiring import Wiring

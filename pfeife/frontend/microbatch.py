@@ -8,7 +8,7 @@ import torch
 from pfeife.frontend.capture import reduced_as
 from pfeife.frontend.captured import Captured
 from pfeife.frontend.results import Key, index_of
-from pfeife.ir.evaluate import Divisor, add, combined, over
+from pfeife.ir.combine import Divisor, add, combined, over
 from pfeife.ir.parts import Port, Role
 
 

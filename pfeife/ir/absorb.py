@@ -8,7 +8,6 @@ import networkx as nx
 import torch
 from torch import fx
 
-from pfeife.ir.base import AProgram, ProgramBase
 from pfeife.ir.copying import Copy
 from pfeife.ir.infer_values import settle
 from pfeife.ir.nodes import (
@@ -20,6 +19,7 @@ from pfeife.ir.nodes import (
     source_line,
     value_of,
 )
+from pfeife.ir.parts import AProgram, ProgramBase
 
 
 def absorb(program: AProgram) -> AProgram:

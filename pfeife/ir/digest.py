@@ -8,12 +8,11 @@ from torch import fx
 
 from pfeife.ir.absorb import absorb
 from pfeife.ir.nodes import is_source
-from pfeife.ir.parts import Kind, Role
-from pfeife.ir.program import Program
+from pfeife.ir.parts import Kind, ProgramBase, Role
 from pfeife.ir.sizes import numbers_of_sizes
 
 
-def program_digest(program: Program) -> str:
+def program_digest(program: ProgramBase) -> str:
     """A text that programs of clusters share if a plan of one of them is one of the others.
 
     It has the names that a plan speaks of, and what they stand for: each cluster's forward
@@ -26,7 +25,7 @@ def program_digest(program: Program) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def fingerprint(program: Program) -> str:
+def fingerprint(program: ProgramBase) -> str:
     """The text of a program, of every body it calls, of its ports, calls, reductions and limits."""
     bodies = [str(program.body(call).graph) for call in program.calls]
     rest = (program.inputs, program.outputs, program.calls, program.reductions, program.replicas)
@@ -34,7 +33,7 @@ def fingerprint(program: Program) -> str:
     return "\n".join([str(program.module.graph), *bodies, *texts])
 
 
-def _ports(program: Program) -> Iterator[str]:
+def _ports(program: ProgramBase) -> Iterator[str]:
     for port in (*program.inputs, *program.outputs):
         if port.role == Role.SIZE:
             continue
@@ -42,7 +41,7 @@ def _ports(program: Program) -> Iterator[str]:
         yield f"{port.role} {','.join(port.names)} {size}"
 
 
-def _forwards(program: Program) -> Iterator[str]:
+def _forwards(program: ProgramBase) -> Iterator[str]:
     for unit in range(program.units):
         graph = program.body(program.call(Kind.FORWARD, unit)).graph
         numbers = numbers_of_sizes(program, graph)

@@ -1,32 +1,28 @@
 """What a program means: one step over its microbatches, in one process, level by level the same."""
 
 import functools
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from pfeife import _torch
-from pfeife.ir.parts import STATE_ROLES, Count, Port, Role
-from pfeife.ir.program import Program
-from pfeife.ir.seeding import mix
-from pfeife.ir.sizes import broken_limit, sizes_in
-from pfeife.ir.statistics import tracked, tracked_names
+from pfeife.ir.combine import (
+    Divisor,
+    add,
+    combined,
+    loss_divisors,
+    loss_tangents,
+    mean,
+    tracked,
+    tracked_names,
+)
+from pfeife.ir.microbatch import check_tensor, named_batch, sizes_of, step_inputs
+from pfeife.ir.parts import STATE_ROLES, Port, ProgramBase, Role
 
 State = Mapping[str, torch.Tensor]
-
-
-@attrs.frozen(eq=False)
-class Counted:
-    """A microbatch of which another process has told what it counts: the values of the program's
-    `counts`, in their order; and what of it this process has, if anything."""
-
-    counts: Sequence[torch.Tensor]
-    microbatch: Any = None
 
 
 @attrs.frozen(eq=False)
@@ -61,7 +57,7 @@ class Result:
         return tensors
 
 
-def state_of(program: Program, *roots: nn.Module | Mapping[str, torch.Tensor]) -> State:
+def state_of(program: ProgramBase, *roots: nn.Module | Mapping[str, torch.Tensor]) -> State:
     """The program's parameters, buffers and constants, found by name in modules or mappings.
 
     Detached, not copied. Raises ValueError for what is missing or has another shape or dtype.
@@ -83,222 +79,13 @@ def state_of(program: Program, *roots: nn.Module | Mapping[str, torch.Tensor]) -
     return state
 
 
-def check_tensor(
-    port: Port, value: Any, where: str, sizes: Mapping[str, int] | None = None
-) -> None:
-    """Raises ValueError unless a value has the port's shape, where the program's size ports have
-    such values (or as many dimensions, where data decide their size), and its dtype."""
-    if not isinstance(value, torch.Tensor):
-        raise ValueError(f"{where}: expected a tensor, got {type(value).__name__}")
-    shape = port.shape if sizes is None else port.shape_at(sizes)
-    fits = value.dim() == len(shape) if port.sized_by_data else value.shape == shape
-    if not fits or value.dtype != port.given_dtype:
-        raise ValueError(
-            f"{where}: the program was captured for {port.given_dtype} {list(shape)}, "
-            f"this is {value.dtype} {list(value.shape)}"
-        )
-
-
-def named_batch(program: Program, microbatch: Any, index: int = 0) -> dict[str, Any]:
-    """The batch ports' tensors of one microbatch and the values of the size ports, checked.
-
-    A microbatch is a mapping from names (also of sizes that its shapes do not tell), or what the
-    step was captured with: its tensors in their order (a tuple of the arguments, or a single
-    argument).
-    """
-    ports = program.ports(Role.BATCH)
-    if isinstance(microbatch, Counted):
-        microbatch = microbatch.microbatch
-    if isinstance(microbatch, Mapping) and all(port.fqn in microbatch for port in ports):
-        values = [microbatch[port.fqn] for port in ports]
-    else:
-        values = _tensors(microbatch)
-        if len(values) != len(ports):
-            names = [port.fqn for port in ports]
-            raise ValueError(
-                f"microbatch {index} has {len(values)} tensors, the program takes {names}; "
-                "pass a dict from names if the step does not use all of them"
-            )
-    named = {port.name: value for port, value in zip(ports, values, strict=True)}
-    by_name = microbatch if isinstance(microbatch, Mapping) else {}
-    stated_sizes = {p.name: by_name[p.name] for p in program.ports(Role.SIZE) if p.name in by_name}
-    sizes = sizes_in(program, {**named, **stated_sizes})
-    for port, value in zip(ports, values, strict=True):
-        check_tensor(port, value, f"microbatch {index}, input {port.fqn}", sizes)
-    broken = broken_limit(program, sizes)
-    if broken:
-        raise ValueError(
-            f"microbatch {index} has the sizes {sizes}, and the program was captured for {broken}: "
-            "capture another one for such sizes"
-        )
-    return named | sizes
-
-
-def _sizes(program: Program, microbatch: Any) -> dict[str, int]:
-    """The values of a program's size ports, by their names."""
-    ports = program.ports(Role.SIZE)
-    batch = named_batch(program, microbatch) if ports else {}
-    return {port.name: batch[port.name] for port in ports}
-
-
-def _tensors(microbatch: Any) -> list[torch.Tensor]:
-    """Those of a microbatch in their order; most are tuples of tensors, which need no search."""
-    # a list, not a generator: every step comes here for every microbatch
-    if type(microbatch) is tuple and all([isinstance(value, torch.Tensor) for value in microbatch]):
-        return list(microbatch)
-    return [leaf for leaf in pytree.tree_leaves(microbatch) if isinstance(leaf, torch.Tensor)]
-
-
 def as_computed(port: Port, value: torch.Tensor) -> torch.Tensor:
     """What a program computes with where it is given a parameter: a copy of master weights."""
     return value if port.held is None else value.to(port.dtype)
 
 
-Divisor = int | torch.Tensor  # a scalar in float64, or a number
-
-
-def loss_divisors(program: Program, microbatches: Sequence[Any]) -> list[Divisor]:
-    """What every microbatch's loss is divided by before the losses are added: see `divisors`."""
-    ports = program.ports(Role.LOSS)
-    if not ports:
-        return [1] * len(microbatches)
-    return divisors(program, ports[0], microbatches, program.replicas)
-
-
-def divisors(
-    program: Program, port: Port, microbatches: Sequence[Any], pipelines: int = 1
-) -> list[Divisor]:
-    """What every microbatch of a result is divided by before they are added: 1 for a sum, their
-    number for a mean, and their mean count over its own count for a weighted mean.
-
-    `microbatches` are those of all pipelines, of which each has its own mean; the means are
-    averaged. Raises ValueError for a mean over nothing.
-    """
-    if port.reduction == "sum" or len(microbatches) == 1:
-        return [1] * len(microbatches)
-    weighted = port.reduction == "weighted"
-    for index in port.counts:
-        count = program.counts[index]
-        counts = _counts(program, count, microbatches)
-        _refuse_nothing(count, counts, empty_is_zero=weighted and count.empty_is_zero)
-        # The mean of the batch is sum(loss[k] * count[k]) / sum(count). With several pipelines the
-        # sums of each are averaged later, which divides by their number once more.
-        if weighted and not _even(counts):
-            total = add(counts)
-            return [total / pipelines / number for number in counts]
-        if not weighted:
-            _warn_uneven(count, counts)
-    return [len(microbatches) // pipelines] * len(microbatches)
-
-
-def _counts(program: Program, count: Count, microbatches: Sequence[Any]) -> list[torch.Tensor]:
-    return [
-        microbatch.counts[program.counts.index(count)]
-        if isinstance(microbatch, Counted)
-        else _count(count, named_batch(program, microbatch, index))
-        for index, microbatch in enumerate(microbatches)
-    ]
-
-
-def counts_of(program: Program, microbatch: Any) -> list[torch.Tensor]:
-    """What others need to know of a microbatch, see `Counted`."""
-    batch = named_batch(program, microbatch)
-    return [_count(count, batch) for count in program.counts]
-
-
-def _count(count: Count, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    names = [node.name for node in count.module.graph.nodes if node.op == "placeholder"]
-    with torch.no_grad():
-        number: torch.Tensor = count.module.forward(*(batch[name] for name in names)).double()
-        return number
-
-
-def _even(counts: Sequence[torch.Tensor]) -> bool:
-    """Whether all counts are known to be the same: a plain mean, which costs less. Other devices
-    than the CPU would have to be waited for."""
-    return all(
-        number.device.type == "cpu" and float(number) == float(counts[0]) for number in counts
-    )
-
-
-def _refuse_nothing(count: Count, counts: Sequence[torch.Tensor], *, empty_is_zero: bool) -> None:
-    """Looks at the CPU's counts alone."""
-    empty = [i for i, number in enumerate(counts) if number.device.type == "cpu" and not number]
-    if empty and not (empty_is_zero and len(empty) < len(counts)):
-        raise ValueError(
-            f"microbatch {empty[0]} has nothing to take the mean of (every target is ignored, or "
-            f"the mask is empty): {count.line}; leave such rows out, or take fewer microbatches"
-        )
-
-
-def _warn_uneven(count: Count, counts: Sequence[torch.Tensor]) -> None:
-    sizes = [float(number) for number in counts]
-    if len(set(sizes)) > 1:
-        warnings.warn(
-            f"the microbatches count {sizes} in {count.line}, but the loss has other terms too: "
-            "the mean of the microbatches' means is not the mean of the batch; divide sums by "
-            'counts that the step is given, and pass loss_reduction="sum"',
-            stacklevel=2,
-        )
-
-
-def loss_tangents(
-    program: Program, divided: Sequence[Divisor], scale: float = 1.0
-) -> list[dict[str, torch.Tensor]]:
-    """For every microbatch, by port name, the gradient that `(loss / divisor * scale).backward()`
-    sends into the loss."""
-    ports = [port for port in program.ports(Role.TANGENT) if port.fqn == "loss"]
-    tangents_of: dict[Any, dict[str, torch.Tensor]] = {}
-    for by in divided if ports else ():
-        # Equal numbers share a tangent. A tensor is a key by its identity: no device is waited for.
-        if by not in tangents_of:
-            ones = torch.ones(ports[0].shape, dtype=ports[0].dtype, device=ports[0].device)
-            tangents_of[by] = {ports[0].name: over(ones * scale, by)}
-    return [tangents_of[by] if ports else {} for by in divided]
-
-
-def over(value: torch.Tensor, divisor: Divisor) -> torch.Tensor:
-    """A microbatch's part of a result; nothing where it counts for nothing."""
-    if isinstance(divisor, int):
-        return value / divisor
-    by = divisor.to(value.device)
-    # a count of 0 makes the divisor infinite, and its loss may be nan
-    return torch.where(by.isinf(), 0, value.double() / by).to(value.dtype)
-
-
-def combined(values: Sequence[torch.Tensor], divided: Sequence[Divisor]) -> torch.Tensor:
-    """Each divided by its divisor, then added in index order."""
-    return add([over(value, by) for value, by in zip(values, divided, strict=True)])
-
-
-def step_inputs(
-    program: Program,
-    batch: Mapping[str, Any],
-    index: int,
-    seed: int,
-    tangents: Mapping[str, torch.Tensor] | None = None,
-) -> dict[str, Any]:
-    """The values of all ports of one microbatch but the state and the loss's tangent, by port
-    name; `batch` is as `named_batch` gives it."""
-    values = dict(batch)
-    sizes = {port.name: values[port.name] for port in program.ports(Role.SIZE)}
-    for port in program.ports(Role.SEED):
-        values[port.name] = torch.tensor(mix(seed, index))
-    for port in program.ports(Role.TANGENT):
-        if port.fqn == "loss":
-            continue
-        if tangents is None or port.fqn not in tangents:
-            raise ValueError(
-                f"microbatch {index}: the loss is outside, so pass a tangent of {port.fqn}"
-            )
-        where = f"microbatch {index}, tangent of {port.fqn}"
-        check_tensor(port, tangents[port.fqn], where, sizes)
-        values[port.name] = tangents[port.fqn]
-    return values
-
-
 def evaluate(
-    program: Program,
+    program: ProgramBase,
     state: State,
     microbatches: Sequence[Any],
     *,
@@ -331,25 +118,17 @@ def evaluate(
         )
     per_replica = count // program.replicas
     divided = loss_divisors(program, microbatches)
-    parts = [
-        _one_pipeline(
-            program,
-            state,
-            microbatches,
-            tangents,
-            seed,
-            range(start, start + per_replica),
-            divided,
-            scale,
-        )
-        for start in range(0, count, per_replica)
-    ]
-    statistics = tuple(figures for part in parts for figures in part.statistics)
-    sizes = _sizes(program, microbatches[0])
+    run = functools.partial(
+        _one_pipeline, program, state, microbatches, tangents, seed, divided, scale
+    )
+    parts = [run(range(start, start + per_replica)) for start in range(0, count, per_replica)]
+    sizes = sizes_of(program, microbatches[0])
     if len(parts) == 1:
-        return with_statistics(program, parts[0], statistics, sizes)
+        return with_statistics(program, parts[0], parts[0].statistics, sizes)
+    statistics = tuple(figures for part in parts for figures in part.statistics)
     losses = [part.loss for part in parts if part.loss is not None]
     together = mean if program.averages else add
+    gradients = (grads for part in parts for grads in part.batch_gradients)
     return Result(
         loss=together(losses) if losses else None,
         outputs=tuple(output for part in parts for output in part.outputs),
@@ -357,14 +136,12 @@ def evaluate(
             name: together([part.gradients[name] for part in parts]) for name in parts[0].gradients
         },
         buffers=with_statistics(program, parts[0], statistics, sizes).buffers,
-        batch_gradients=averaged(
-            program, tuple(grads for part in parts for grads in part.batch_gradients)
-        ),
+        batch_gradients=averaged(program, tuple(gradients)),
     )
 
 
 def with_statistics(
-    program: Program,
+    program: ProgramBase,
     result: Result,
     statistics: Sequence[dict[str, torch.Tensor]],
     sizes: Mapping[str, int],
@@ -378,7 +155,7 @@ def with_statistics(
 
 
 def averaged(
-    program: Program, gradients: tuple[dict[str, torch.Tensor], ...]
+    program: ProgramBase, gradients: tuple[dict[str, torch.Tensor], ...]
 ) -> tuple[dict[str, torch.Tensor], ...]:
     """Gradients of batch inputs of every replica's own loss, as those of the mean loss."""
     if not program.averages:
@@ -388,65 +165,56 @@ def averaged(
     )
 
 
-def add(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum, added in order."""
-    return functools.reduce(torch.add, values)
-
-
-def mean(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Added in order, then divided by their number."""
-    return add(values) / len(values)
-
-
 def _one_pipeline(
-    program: Program,
+    program: ProgramBase,
     state: State,
     microbatches: Sequence[Any],
     tangents: Sequence[Mapping[str, torch.Tensor]] | None,
     seed: int,
-    indices: range,
     divided: Sequence[Divisor],
     scale: float,
+    indices: range,
 ) -> Result:
     held = {port.name: as_computed(port, state[port.fqn]) for port in program.ports(*STATE_ROLES)}
     arriving = loss_tangents(program, divided, scale)
     slots = {port.fqn: port.name for port in program.ports(Role.BUFFER)}
-    losses, outputs, batch_gradients = [], [], []
+    once = tracked_names(program)
+    updates = [port for port in program.ports(Role.BUFFER_UPDATE) if port.fqn not in once]
     sums: dict[str, torch.Tensor] = {}
-    updated: dict[str, torch.Tensor] = {}
-    once, statistics = tracked_names(program), []
+    results: list[dict[str, torch.Tensor]] = []
     for index in indices:
         batch = named_batch(program, microbatches[index], index)
         output_tangents = tangents[index] if tangents is not None else None
         values = held | arriving[index] | step_inputs(program, batch, index, seed, output_tangents)
         with torch.no_grad(), _torch.no_autocast():
-            results = program.module(*(values[port.name] for port in program.inputs))
-        outputs.append({port.fqn: results[port.name] for port in program.ports(Role.OUTPUT)})
-        batch_gradients.append(
-            {port.fqn: results[port.name] for port in program.ports(Role.BATCH_GRADIENT)}
-        )
-        losses += [results[port.name] for port in program.ports(Role.LOSS)]
-        statistics.append(
-            {p.fqn: results[p.name] for p in program.ports(Role.BUFFER_UPDATE) if p.fqn in once}
-        )
-        for port in program.ports(Role.BUFFER_UPDATE):
-            if port.fqn not in once:  # the next microbatch reads what this one has written
-                held[slots[port.fqn]] = updated[port.fqn] = results[port.name]
-        for port in program.ports(Role.GRADIENT):
-            before = sums.get(port.name)
-            value = results[port.name]
-            sums[port.name] = value if before is None else before + value
+            result = dict(program.module(*(values[port.name] for port in program.inputs)))
+        # the next microbatch reads what this one has written
+        held |= {slots[port.fqn]: result[port.name] for port in updates}
+        for port in program.ports(Role.GRADIENT):  # not kept: each is as large as the model
+            value = result.pop(port.name)
+            sums[port.name] = sums[port.name] + value if port.name in sums else value
+        results.append(result)
+
+    def named(role: Role) -> tuple[dict[str, torch.Tensor], ...]:
+        ports = program.ports(role)
+        return tuple({port.fqn: result[port.name] for port in ports} for result in results)
+
     # What several stages give to one gradient is added at the end, each stage's microbatches first:
     # so do ranks, in a reduction.
     gradients: dict[str, torch.Tensor] = {}
     for port in program.ports(Role.GRADIENT):
         part = sums[port.name]
         gradients[port.fqn] = gradients[port.fqn] + part if port.fqn in gradients else part
+    losses = [loss for loss_of in named(Role.LOSS) for loss in loss_of.values()]
+    updated = {port.fqn: held[slots[port.fqn]] for port in updates}
     return Result(
         loss=combined(losses, divided[indices.start : indices.stop]) if losses else None,
-        outputs=tuple(outputs),
+        outputs=named(Role.OUTPUT),
         gradients=gradients,
         buffers=updated | {name: state[name] for name in once},  # of before, see with_statistics
-        batch_gradients=tuple(batch_gradients),
-        statistics=tuple(statistics),
+        batch_gradients=named(Role.BATCH_GRADIENT),
+        statistics=tuple(
+            {name: value for name, value in new.items() if name in once}
+            for new in named(Role.BUFFER_UPDATE)
+        ),
     )

@@ -1,4 +1,4 @@
-"""Floating-point operations of nodes and calls, by torch's formulas."""
+"""Floating-point operations of nodes and calls, by torch's formulas, and their types."""
 
 from typing import Any
 
@@ -8,7 +8,8 @@ from torch.utils import _pytree as pytree
 
 from pfeife import _torch
 from pfeife.ir.absorb import absorb
-from pfeife.ir.base import ProgramBase
+from pfeife.ir.nodes import value_of
+from pfeife.ir.parts import Kind, ProgramBase
 from pfeife.ir.seeding import seeded
 
 
@@ -64,3 +65,12 @@ def computed_dtype(node: fx.Node) -> torch.dtype:
     leaves = pytree.tree_leaves((operation_of(node)[1], node.kwargs))
     values = [leaf.meta.get("val") for leaf in leaves if isinstance(leaf, fx.Node)]
     return next((v.dtype for v in values if isinstance(v, torch.Tensor)), torch.float32)
+
+
+def underflows(program: ProgramBase) -> bool:
+    """Whether backwards compute in a type without the range of float32, which bfloat16 has: then a
+    step may run again, with another gradient of its loss."""
+    bodies = [program.body(call) for call in program.calls if call.kind != Kind.FORWARD]
+    values = (value_of(node) for body in bodies for node in body.graph.nodes)
+    dtypes = {value.dtype for value in values if value is not None and value.is_floating_point()}
+    return any(torch.finfo(d).tiny > torch.finfo(torch.float32).tiny for d in dtypes)

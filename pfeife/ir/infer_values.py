@@ -12,11 +12,10 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from pfeife import _torch
-from pfeife.ir.base import AProgram
 from pfeife.ir.copying import Copy, copied
 from pfeife.ir.nodes import attribute, has_effects, output_node, receive, returned, send, tell
+from pfeife.ir.parts import AProgram, captured_sizes
 from pfeife.ir.seeding import seeded
-from pfeife.ir.sizes import captured_sizes
 
 Bodies = Mapping[str, fx.GraphModule]  # by the targets of their calls
 _PASSING = (send, receive, operator.getitem)

@@ -1,12 +1,17 @@
-"""Who reads and makes what in a program of calls: state, and messages between ranks."""
+"""Who makes and reads what: values, state, and messages between ranks; and a program as a networkx
+graph of it."""
+
+import operator
+from typing import Any, NamedTuple
 
 import attrs
+import networkx as nx
 from torch import fx
 
 from pfeife.ir.absorb import absorb
-from pfeife.ir.nodes import node_bytes, returned, send
-from pfeife.ir.parts import Call, Role
-from pfeife.ir.program import Program
+from pfeife.ir.flops import graph_flops, node_flops
+from pfeife.ir.nodes import is_source, node_bytes, receive, returned, send
+from pfeife.ir.parts import Call, ProgramBase, Role
 
 
 def call_of(value: fx.Node) -> fx.Node:
@@ -16,7 +21,7 @@ def call_of(value: fx.Node) -> fx.Node:
     return value
 
 
-def holders(program: Program, *roles: Role) -> dict[str, set[Call]]:
+def holders(program: ProgramBase, *roles: Role) -> dict[str, set[Call]]:
     """For every parameter (or state of other `roles`) the calls that read it, or make a part of
     its gradient or its update; a parameter that the step updates has the role of a buffer."""
     program = absorb(program)
@@ -53,7 +58,7 @@ class Message:
     bytes: int
 
 
-def messages(program: Program) -> tuple[Message, ...]:
+def messages(program: ProgramBase) -> tuple[Message, ...]:
     """All messages of a program with sends and receives, in the order of the sends."""
     program = absorb(program)
     calls = {call.node: call for call in program.calls}
@@ -79,3 +84,69 @@ def messages(program: Program) -> tuple[Message, ...]:
             )
         )
     return tuple(sent)
+
+
+class Origin(NamedTuple):
+    """What has made a value: a call or an operation, the value there, and whether it was sent."""
+
+    maker: fx.Node
+    value: fx.Node
+    sent: bool = False
+
+
+def origins(program: ProgramBase) -> dict[fx.Node, Origin]:
+    """For every value of a program that is computed, where it comes from: parts of results and
+    received copies are seen through."""
+    origin_of: dict[fx.Node, Origin] = {}
+    for node in program.module.graph.nodes:
+        if is_source(node) or node.op == "output" or node.target in (send, receive):
+            continue
+        read = node.args[0] if node.target is operator.getitem else None
+        if isinstance(read, fx.Node) and read.target is receive:
+            value: Any = read.args[0].args[0][node.args[1]]  # type: ignore[union-attr, index]
+            if value in origin_of:  # else an input that was sent
+                origin_of[node] = origin_of[value]._replace(sent=True)
+        elif isinstance(read, fx.Node) and read in origin_of:
+            origin_of[node] = Origin(origin_of[read].maker, node, origin_of[read].sent)
+        elif read is None:
+            origin_of[node] = Origin(node, node)
+    return origin_of
+
+
+def to_networkx(program: ProgramBase) -> nx.DiGraph:
+    """See `Program.graph`."""
+    calls = {call.node: call for call in program.calls}
+    origin_of = origins(program)
+    graph = nx.DiGraph()
+    for node, origin in origin_of.items():
+        if origin.maker is node:
+            graph.add_node(node.name, **_attributes(program, node, calls.get(node.name)))
+        # a call's bytes are those of its results; their copies on other ranks are sent, not made
+        if origin.maker is not node and not origin.sent and node.target is operator.getitem:
+            graph.nodes[origin.maker.name]["bytes"] += node_bytes(node)
+    for node in graph:
+        for source in program.node(node).all_input_nodes:
+            if source in origin_of:
+                _add(graph, origin_of[source], node)
+    return graph
+
+
+def _attributes(program: ProgramBase, node: fx.Node, call: Call | None) -> dict[str, object]:
+    if call is None:
+        flops = node_flops(node) if node.op == "call_function" else 0
+        name = getattr(node.target, "__name__", str(node.target))
+        return {"kind": "op", "target": name, "flops": flops, "bytes": node_bytes(node)}
+    flops = sum(graph_flops(program.body(call).graph).values())
+    details = {"unit": call.unit, "rank": call.rank, "seconds": call.seconds}
+    details = {name: value for name, value in details.items() if value is not None}
+    return {"kind": call.kind.value, "target": node.target, "flops": flops, "bytes": 0, **details}
+
+
+def _add(graph: nx.DiGraph, origin: Origin, reader: str) -> None:
+    if not graph.has_edge(origin.maker.name, reader):
+        graph.add_edge(origin.maker.name, reader, values=(), bytes=0, sent=False)
+    edge = graph.edges[origin.maker.name, reader]
+    if origin.value.name not in edge["values"]:
+        edge["values"] += (origin.value.name,)
+        edge["bytes"] += node_bytes(origin.value)
+        edge["sent"] |= origin.sent

@@ -1,10 +1,11 @@
-"""What is asked of a node of a graph, and the two marks of a message."""
+"""What is asked of a node of a graph, and marks: two of a message, one of a border in a model."""
 
 import operator
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx import traceback
 
 from pfeife import _torch
 
@@ -108,3 +109,19 @@ def send(values: tuple, source: int, destination: int) -> tuple:
 def receive(message: tuple, source: int, destination: int) -> tuple:
     """Marks that rank `destination` receives a message of rank `source`: fresh copies."""
     return message
+
+
+def stage_boundary(x: torch.Tensor) -> torch.Tensor:
+    """Marks that a new stage starts with what is computed from `x`; returns a view of it.
+
+    Does nothing to a model that is not pipelined.
+    """
+    with traceback.annotate({"pfeife_stage_boundary": True}):
+        return x.view_as(x)
+
+
+def is_boundary(node: torch.fx.Node) -> bool:
+    """Whether a forward node was made by `stage_boundary`."""
+    backward = node.meta.get("partitioner_tag") == "is_backward"
+    # autograd hands the annotation on to the nodes of the backward
+    return not backward and bool((node.meta.get("custom") or {}).get("pfeife_stage_boundary"))

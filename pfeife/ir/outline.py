@@ -17,8 +17,7 @@ from torch import fx
 from pfeife.ir.absorb import absorb
 from pfeife.ir.copying import Copy, copied, copied_part
 from pfeife.ir.nodes import attribute, is_number, is_source, receive, returned, send, source_line
-from pfeife.ir.parts import STATE_ROLES, Call, Kind, Role
-from pfeife.ir.program import Program
+from pfeife.ir.parts import STATE_ROLES, AProgram, Call, Kind, ProgramBase, Role
 
 
 class Group(NamedTuple):
@@ -46,7 +45,7 @@ KIND_WORDS = {
 }
 
 
-def inline(program: Program) -> tuple[Program, dict[str, Group]]:
+def inline(program: AProgram) -> tuple[AProgram, dict[str, Group]]:
     """The flat program, and the group of every node that a call computed.
 
     Node names are kept where they are unique. A flat program comes back as an equal copy.
@@ -75,11 +74,11 @@ def inline(program: Program) -> tuple[Program, dict[str, Group]]:
 
 
 def outline(
-    flat: Program,
+    flat: AProgram,
     groups: Mapping[str, Group],
     duplicates: Collection[str] = (),
     word: str = "stage",
-) -> Program:
+) -> AProgram:
     """Gathers the nodes of each group into one body and calls it.
 
         flat:      x, w -> a1 -> a2 -> b1 -> loss    with a1, a2 in group A and b1 in group B
@@ -91,12 +90,13 @@ def outline(
     ValueError when a group reads what a later one computes (forwards run in ascending, backwards in
     descending order).
     """
-    return _Outliner(flat, groups, duplicates, word).build()
+    module, calls = _Outliner(flat, groups, duplicates, word).build()
+    return attrs.evolve(flat, module=module, calls=calls, reductions=())
 
 
 class _Outliner:
     def __init__(
-        self, flat: Program, groups: Mapping[str, Group], duplicates: Collection[str], word: str
+        self, flat: ProgramBase, groups: Mapping[str, Group], duplicates: Collection[str], word: str
     ):
         self.flat, self.word = flat, word
         self.nodes = [node for node in flat.module.graph.nodes if node.op != "output"]
@@ -152,7 +152,8 @@ class _Outliner:
                 reads[source] = None
         members[node] = None
 
-    def build(self) -> Program:
+    def build(self) -> tuple[fx.GraphModule, tuple[Call, ...]]:
+        """The graph of calls, with the bodies in it."""
         copy = Copy(self.flat.module)
         for node in self.nodes:
             if is_source(node) and node not in self.subgraphs:
@@ -174,8 +175,7 @@ class _Outliner:
             for index, node in enumerate(results):
                 copy.here[node] = copy.part(call, index, node)
         copy.graph.output(copy.read(self.results))
-        module = copy.module("GraphModule")
-        return attrs.evolve(self.flat, module=module, calls=tuple(calls), reductions=())
+        return copy.module("GraphModule"), tuple(calls)
 
     def _ordered(self) -> list[Group]:
         for group, reads in self.reads.items():
@@ -231,7 +231,7 @@ def storage_owner(node: fx.Node) -> fx.Node:
     return base
 
 
-def read_by_backwards(program: Program) -> frozenset[str]:
+def read_by_backwards(program: ProgramBase) -> frozenset[str]:
     """The input ports whose storage the backward calls of a program read: by themselves, or as
     views of them that forwards hand over."""
     flat, groups = inline(program)

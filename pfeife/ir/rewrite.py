@@ -7,10 +7,10 @@ import attrs
 from torch import fx
 from torch.fx import subgraph_rewriter
 
-from pfeife.ir.base import AProgram, ProgramBase
 from pfeife.ir.copying import Copy, copied
 from pfeife.ir.infer_values import settle
 from pfeife.ir.nodes import returned, value_of
+from pfeife.ir.parts import AProgram, ProgramBase
 
 Where = Literal["bodies", "calls"]
 Edit = Callable[[fx.GraphModule], object]

@@ -13,10 +13,9 @@ import torch
 from torch import fx
 
 from pfeife import _torch
-from pfeife.ir.base import AProgram
 from pfeife.ir.copying import Copy, copied
 from pfeife.ir.nodes import is_number, is_source
-from pfeife.ir.parts import Role
+from pfeife.ir.parts import AProgram, Role, captured_sizes
 
 _SIZE = torch.ops.aten.sym_size.int  # of a tensor; what data decide is read by an item
 
@@ -57,11 +56,6 @@ def sizes_of_shapes(program: AProgram, shapes: Mapping[str, Any]) -> dict[str, i
 def with_sizes(program: AProgram, values: Mapping[str, Any]) -> dict[str, Any]:
     """Values of inputs by the names of their ports, and those of the size ports that they tell."""
     return {**values, **sizes_in(program, values)} if program.ports(Role.SIZE) else dict(values)
-
-
-def captured_sizes(program: AProgram) -> dict[str, int]:
-    """What the size ports were when the program was captured, by their names."""
-    return {port.name: program.node(port.name).meta["val"] for port in program.ports(Role.SIZE)}
 
 
 def numbers_of_sizes(program: AProgram, graph: fx.Graph, of_tensors: bool = False) -> set[str]:

@@ -7,10 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from pfeife.ir.base import ProgramBase
 from pfeife.ir.nodes import attribute, receive, send, size_tensor
-from pfeife.ir.parts import Port
-from pfeife.ir.sizes import captured_sizes
+from pfeife.ir.parts import Port, ProgramBase, captured_sizes
 
 LARGEST = 2**16  # elements of the constants that a text may have
 _ALONE = (send, receive, size_tensor)  # whose own text needs no more than torch

@@ -10,11 +10,10 @@ from torch import fx
 from pfeife import _torch
 from pfeife.ir.absorb import misplaced
 from pfeife.ir.nodes import is_source, receive, returned, send, value_of
-from pfeife.ir.parts import INPUT_ROLES, Role
-from pfeife.ir.program import Program
+from pfeife.ir.parts import INPUT_ROLES, AProgram, ProgramBase, Role
 
 
-def verify(program: Program) -> Program:
+def verify(program: AProgram) -> AProgram:
     """Returns the program if it is well formed, else raises ValueError with all that is wrong.
 
     Well formed: the graph and every body pass fx's own lint; placeholders are exactly the
@@ -30,7 +29,7 @@ def verify(program: Program) -> Program:
     return program
 
 
-def _problems(program: Program) -> Iterator[str]:
+def _problems(program: ProgramBase) -> Iterator[str]:
     broken = _lint(program.module)
     if broken is not None:
         yield broken
@@ -44,7 +43,7 @@ def _problems(program: Program) -> Iterator[str]:
         yield from _misplaced_reads(program)
 
 
-def _wrong_ports(program: Program) -> Iterator[str]:
+def _wrong_ports(program: ProgramBase) -> Iterator[str]:
     graph = program.module.graph
     placeholders = [node.name for node in graph.nodes if node.op == "placeholder"]
     if placeholders != [port.name for port in program.inputs]:
@@ -65,7 +64,7 @@ def _wrong_ports(program: Program) -> Iterator[str]:
             yield f"{count} ports are called {name}"
 
 
-def _wrong_bodies(program: Program) -> Iterator[str]:
+def _wrong_bodies(program: ProgramBase) -> Iterator[str]:
     bodies = [node for node in program.module.graph.nodes if node.op == "call_module"]
     if sorted(node.name for node in bodies) != sorted(call.node for call in program.calls):
         yield "the calls are not the call_module nodes of the graph"
@@ -91,7 +90,7 @@ def _lint(module: fx.GraphModule) -> str | None:
     return None
 
 
-def _wrong_sizes(program: Program) -> Iterator[str]:
+def _wrong_sizes(program: ProgramBase) -> Iterator[str]:
     """What expressions of sizes say otherwise than the values that were captured."""
     names = {port.name for port in program.ports(Role.SIZE)}
     inputs = [node for node in program.module.graph.nodes if node.op == "placeholder"]
@@ -128,7 +127,7 @@ def _told(function: Callable[..., Any], expressions: Any, sizes: Mapping[str, An
         return None
 
 
-def _wrong_messages(program: Program) -> Iterator[str]:
+def _wrong_messages(program: ProgramBase) -> Iterator[str]:
     for node in program.module.graph.nodes:
         if node.target is send and [user.target for user in node.users] != [receive]:
             yield f"{node.name} is to be read by one receive, and nothing else"
@@ -142,7 +141,7 @@ def _wrong_messages(program: Program) -> Iterator[str]:
                 )
 
 
-def _misplaced_reads(program: Program) -> Iterator[str]:
+def _misplaced_reads(program: ProgramBase) -> Iterator[str]:
     ranks = {call.node: call.rank for call in program.calls}
     rank_of: dict[fx.Node, int | None] = {}
     for node in program.module.graph.nodes:

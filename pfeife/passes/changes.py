@@ -12,8 +12,7 @@ from torch import fx
 from pfeife.data.units import duration, flops, size
 from pfeife.ir.absorb import absorb
 from pfeife.ir.flops import flops_of
-from pfeife.ir.graph import origins
-from pfeife.ir.messages import messages
+from pfeife.ir.messages import messages, origins
 from pfeife.ir.nodes import node_bytes, receive, send
 from pfeife.ir.program import Program
 

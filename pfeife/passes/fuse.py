@@ -8,8 +8,7 @@ from typing import Any, Literal
 from torch import fx
 
 from pfeife import _torch
-from pfeife.ir.boundary import is_boundary
-from pfeife.ir.nodes import is_number, is_source, node_bytes, returned
+from pfeife.ir.nodes import is_boundary, is_number, is_source, node_bytes, returned
 from pfeife.ir.outline import Group, inline, is_view, outline, viewed
 from pfeife.ir.parts import Kind, Role
 from pfeife.ir.program import Program

@@ -23,10 +23,9 @@ from pfeife.ir.nodes import (
     tell,
     value_of,
 )
-from pfeife.ir.parts import Port, Role
+from pfeife.ir.parts import Port, Role, captured_sizes
 from pfeife.ir.program import Program
 from pfeife.ir.seeding import seeded
-from pfeife.ir.sizes import captured_sizes
 from pfeife.passes.compose import Pass
 from pfeife.passes.moved_attention import MovedAttention
 

@@ -7,8 +7,7 @@ from torch import fx
 
 from pfeife.ir.absorb import absorb
 from pfeife.ir.copying import Copy, copied
-from pfeife.ir.graph import origins
-from pfeife.ir.messages import holders
+from pfeife.ir.messages import holders, origins
 from pfeife.ir.nodes import receive, send
 from pfeife.ir.parts import Call, Kind, Reduction, Role
 from pfeife.ir.program import Program

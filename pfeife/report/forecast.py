@@ -8,8 +8,8 @@ from pfeife.data.forecast import Forecast, RankForecast, StageForecast, Wait
 from pfeife.data.plan import Plan
 from pfeife.data.schedule import RECEIVES, Do
 from pfeife.data.timeline import Event, Timeline
-from pfeife.ir.batch import rows_and_tokens
 from pfeife.ir.flops import flops_of
+from pfeife.ir.microbatch import rows_and_tokens
 from pfeife.ir.parts import Kind, Role
 from pfeife.ir.program import Program
 from pfeife.report.by_stage import held_names, sent_bytes

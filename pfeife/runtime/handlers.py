@@ -18,10 +18,10 @@ import torch
 
 from pfeife import _torch
 from pfeife.data.schedule import SENDS, Action, Do
+from pfeife.ir.combine import tracked_names
 from pfeife.ir.messages import Message
 from pfeife.ir.nodes import returned
 from pfeife.ir.parts import Call, Kind, Port, Role
-from pfeife.ir.statistics import tracked_names
 from pfeife.lowering.buckets import Bucket, buckets_of
 from pfeife.lowering.wiring import Wiring, summed_in_place
 from pfeife.runtime.results import local_gradient, outputs_by_node, updated_buffers

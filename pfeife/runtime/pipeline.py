@@ -9,14 +9,9 @@ import torch
 
 from pfeife.data.schedule import Schedule
 from pfeife.ir.absorb import absorb
-from pfeife.ir.evaluate import (
-    Result,
-    State,
-    loss_divisors,
-    loss_tangents,
-    named_batch,
-    step_inputs,
-)
+from pfeife.ir.combine import loss_divisors, loss_tangents
+from pfeife.ir.evaluate import Result, State
+from pfeife.ir.microbatch import named_batch, step_inputs
 from pfeife.ir.program import Program
 from pfeife.runtime.step import Part, Step, Watch
 

@@ -13,8 +13,9 @@ from pfeife._torch import TorchDispatchMode
 from pfeife.data import plain
 from pfeife.data.schedule import Action
 from pfeife.data.timeline import Event, MemoryCurve, MemoryPoint, Timeline
-from pfeife.ir.evaluate import Counted, State
+from pfeife.ir.evaluate import State
 from pfeife.ir.messages import holders
+from pfeife.ir.microbatch import Counted
 from pfeife.ir.parts import Role
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.local.pipeline import LocalPipeline

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx
 
-from pfeife.ir.evaluate import Result, add, averaged, combined, mean, with_statistics
+from pfeife.ir.combine import add, combined, mean, tracked_names
+from pfeife.ir.evaluate import Result, averaged, with_statistics
 from pfeife.ir.nodes import returned
 from pfeife.ir.parts import Port, Role
 from pfeife.ir.program import Program
-from pfeife.ir.statistics import tracked_names
 from pfeife.runtime.step import Step
 
 

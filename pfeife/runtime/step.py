@@ -7,7 +7,7 @@ import attrs
 import torch
 
 from pfeife.data.schedule import Action
-from pfeife.ir.evaluate import Divisor
+from pfeife.ir.combine import Divisor
 from pfeife.lowering.buckets import Bucket
 from pfeife.lowering.channel import Channel
 from pfeife.lowering.envelope import Envelope, Tensors

@@ -8,17 +8,11 @@ import torch
 from torch import fx, nn
 
 from pfeife.data.plan import Plan
+from pfeife.ir.combine import combined
 from pfeife.ir.digest import fingerprint
-from pfeife.ir.evaluate import (
-    Result,
-    State,
-    as_computed,
-    combined,
-    evaluate,
-    named_batch,
-    step_inputs,
-)
+from pfeife.ir.evaluate import Result, State, as_computed, evaluate
 from pfeife.ir.infer_values import settle
+from pfeife.ir.microbatch import named_batch, step_inputs
 from pfeife.ir.nodes import is_sized_by_data, value_of
 from pfeife.ir.parts import STATE_ROLES, Role
 from pfeife.ir.program import Program

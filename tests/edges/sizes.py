@@ -10,7 +10,7 @@ from rows import row
 from torch import nn
 
 import pfeife
-from pfeife.ir.sizes import captured_sizes
+from pfeife.ir.parts import captured_sizes
 from pfeife.testing import own_gradients
 
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))

@@ -15,8 +15,8 @@ from torch import nn
 
 import pfeife
 from pfeife.frontend.rows.reductions import derive_reductions
-from pfeife.ir.parts import Role
-from pfeife.ir.sizes import captured_sizes, resized
+from pfeife.ir.parts import Role, captured_sizes
+from pfeife.ir.sizes import resized
 from pfeife.testing import eager_accumulation
 
 MICROBATCHES = 2

@@ -18,8 +18,8 @@ from pfeife import sched
 from pfeife.cost import memory_curves, stage_memory
 from pfeife.cost.body import kept_storages
 from pfeife.data.plan import Plan, RecomputeOption
-from pfeife.ir.evaluate import named_batch
 from pfeife.ir.messages import call_of, messages
+from pfeife.ir.microbatch import named_batch
 from pfeife.ir.nodes import find_node
 from pfeife.ir.outline import read_by_backwards
 from pfeife.ir.parts import Kind, Role

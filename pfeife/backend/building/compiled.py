@@ -21,9 +21,9 @@ from pfeife.data.tried import Tried
 from pfeife.data.units import size as in_bytes
 from pfeife.frontend.captured import Captured
 from pfeife.ir.outline import read_by_backwards
-from pfeife.ir.parts import STATE_ROLES, Port, Role
+from pfeife.ir.parts import STATE_ROLES, Port, Role, captured_sizes
 from pfeife.ir.program import Program
-from pfeife.ir.sizes import broken_limit, captured_sizes, resized
+from pfeife.ir.sizes import broken_limit, resized
 from pfeife.passes import annotate
 from pfeife.passes.compose import History
 from pfeife.report import Target

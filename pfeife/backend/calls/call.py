@@ -17,7 +17,8 @@ from pfeife.backend.settings.options import Options
 from pfeife.data.progress import Progress, Shown
 from pfeife.frontend.microbatch import cut, join
 from pfeife.frontend.trace.value_guards import WrongAnswer
-from pfeife.ir.evaluate import Divisor, Result, State, divisors
+from pfeife.ir.combine import Divisor, divisors
+from pfeife.ir.evaluate import Result, State
 from pfeife.ir.parts import STATE_ROLES, Port, Role
 from pfeife.ir.program import Program
 from pfeife.runtime.distributed.batches.rank_zero import Sent

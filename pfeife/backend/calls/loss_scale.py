@@ -27,9 +27,9 @@ import attrs
 import torch
 
 from pfeife.ir.evaluate import Result, State
+from pfeife.ir.flops import underflows
 from pfeife.ir.parts import Port
 from pfeife.ir.program import Program
-from pfeife.ir.underflow import underflows
 from pfeife.runtime.distributed.liveness.heartbeat import Activity
 from pfeife.runtime.distributed.process_group import world_so_far
 from pfeife.runtime.distributed.state.remote_parameters import version_of

@@ -15,7 +15,7 @@ from pfeife.cost import default_machine, flops_of, memory_curves
 from pfeife.data.figures import OnStep, StepFigures, mean_of
 from pfeife.data.machine import Machine, Mesh
 from pfeife.data.optimizers import Optimizer
-from pfeife.ir.batch import rows_and_tokens
+from pfeife.ir.microbatch import rows_and_tokens
 from pfeife.ir.parts import Role
 from pfeife.ir.program import Program
 from pfeife.ir.sizes import resized

@@ -12,8 +12,8 @@ from pfeife import _torch
 from pfeife.backend.settings.option_checks import must_be
 from pfeife.frontend.batch import Leaf
 from pfeife.frontend.captured import Captured
-from pfeife.ir.parts import Port
-from pfeife.ir.sizes import broken_limit, captured_sizes
+from pfeife.ir.parts import Port, captured_sizes
+from pfeife.ir.sizes import broken_limit
 
 Sizes = Mapping[str, Mapping[int, int]]  # by the names of arguments and by dimensions
 

@@ -20,10 +20,10 @@ from pfeife.frontend.rows.by_running import Sample, seen_rows
 from pfeife.frontend.rows.propagate import ancestors, follow, paired
 from pfeife.frontend.rows.value import Known, Rows, Unknown, bound, operation, source_of
 from pfeife.ir.nodes import returned, source_line
-from pfeife.ir.parts import Count, Port, Role
+from pfeife.ir.parts import Count, Port, Role, captured_sizes
 from pfeife.ir.program import Program
 from pfeife.ir.seeding import seeded
-from pfeife.ir.sizes import broken_limit, captured_sizes, resized, settled
+from pfeife.ir.sizes import broken_limit, resized, settled
 
 LossReduction = Literal["mean", "sum", "auto"]
 Larger = Callable[[bool, int], Program]

@@ -5,10 +5,10 @@ from collections import Counter
 import torch
 
 from pfeife.data.machine import Mesh
+from pfeife.ir.combine import tracked_names
 from pfeife.ir.evaluate import Result
 from pfeife.ir.parts import Role
 from pfeife.ir.program import Program
-from pfeife.ir.statistics import tracked_names
 from pfeife.runtime.distributed.packing import pack, room, views
 from pfeife.runtime.distributed.world import World
 from pfeife.runtime.results import owner

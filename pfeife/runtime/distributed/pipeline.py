@@ -10,16 +10,9 @@ import torch
 
 from pfeife.data.machine import Mesh
 from pfeife.data.schedule import Schedule
-from pfeife.ir.evaluate import (
-    Counted,
-    Result,
-    State,
-    add,
-    averaged,
-    counts_of,
-    mean,
-    with_statistics,
-)
+from pfeife.ir.combine import add, mean
+from pfeife.ir.evaluate import Result, State, averaged, with_statistics
+from pfeife.ir.microbatch import Counted, counts_of
 from pfeife.ir.parts import Port, Role
 from pfeife.ir.program import Program
 from pfeife.lowering.announced import envelope_of

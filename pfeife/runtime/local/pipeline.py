@@ -13,7 +13,8 @@ import torch
 
 from pfeife import _torch
 from pfeife.data.schedule import Action, Schedule
-from pfeife.ir.evaluate import Result, State, add, mean
+from pfeife.ir.combine import add, mean
+from pfeife.ir.evaluate import Result, State
 from pfeife.ir.parts import Reduction, Role
 from pfeife.ir.program import Program
 from pfeife.lowering.buckets import Bucket

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from pfeife.ir.boundary import is_boundary
-from pfeife.ir.nodes import is_number, source_line
+from pfeife.ir.nodes import is_boundary, is_number, source_line
 from pfeife.ir.outline import inline
 from pfeife.ir.parts import Kind
 from pfeife.ir.program import Program
