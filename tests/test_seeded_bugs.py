@@ -13,7 +13,7 @@ import pfeife
 from pfeife import sched
 from pfeife.frontend import ports
 from pfeife.frontend.cache import program_json
-from pfeife.ir import evaluate, infer_values
+from pfeife.ir import infer_values, microbatch
 from pfeife.ir.microbatch import named_batch
 from pfeife.ir.verify import verify
 from pfeife.lowering import wiring
@@ -313,7 +313,7 @@ BUGS_OF_SIZES = {
         "limits=tuple(map(value, stored.limits))",
         "limits=()",
     ),
-    "guards that nobody looks at": (evaluate, "if broken:", "if False:"),
+    "guards that nobody looks at": (microbatch, "if broken:", "if False:"),
 }
 
 

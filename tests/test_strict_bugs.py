@@ -13,7 +13,7 @@ from strict.programs import Case, on_ranks, skipping
 from strict.ranks import beside, kernels, on_strict_ranks, steps_of
 
 import pfeife
-from pfeife.lowering import announced
+from pfeife.lowering import envelope
 from pfeife.runtime.distributed import batch_norms
 from pfeife.runtime.distributed.links import reducing, warm_up
 from pfeife.runtime.interpret import RankRunner
@@ -201,7 +201,7 @@ def reduced(pace=Pace.COMPUTING, case=Case.TRAINING, job=steps_of, **made):
             {"case": Case.NORMED},
         ),
         (
-            announced,
+            envelope,
             "[*first, *Envelope(layouts).pack(announced)]",
             "[*Envelope(layouts).pack(announced), *first]",
             {"case": Case.SIZED},

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
 import attrs
@@ -113,26 +113,10 @@ class Network:
 
         Raises ValueError where a rank of the mesh is in no node.
         """
-        if self.nodes:
-            return self._nodes_within(mesh)
-        place = _places(mesh)
-        slowest: dict[tuple[int, int], Link] = {}
-        for link in self._among(place):
-            (source_replica, source), (destination_replica, destination) = (
-                place[link.source],
-                place[link.destination],
-            )
-            previous = slowest.get((source, destination))
-            if source_replica == destination_replica and (
-                previous is None or _seconds(link) > _seconds(previous)
-            ):
-                moved = attrs.evolve(link, source=source, destination=destination)
-                slowest[source, destination] = moved
-        return Network(tuple(slowest.values()))
-
-    def _nodes_within(self, mesh: Mesh) -> "Network":
-        """Ranks of a pipeline are in one node where they are in every pipeline."""
-        # The key of a rank: the nodes that it is in, pipeline by pipeline.
+        if not self.nodes:
+            return _slowest_within(mesh, self._link_of)
+        # Ranks of a pipeline are in one node where they are in every pipeline. The key of a rank:
+        # the nodes that it is in, pipeline by pipeline.
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(mesh.ranks):
             ranks = [mesh.in_world(replica, rank) for replica in range(mesh.replicas)]
@@ -146,13 +130,8 @@ class Network:
         ):
             nodes = tuple(Node(tuple(ranks), slowest[key]) for key, ranks in groups.items())
             return Network(nodes=nodes, across=self.across)
-        pipelines = mesh.pipelines
-        return Network(
-            tuple(
-                _link(max((self.link(p[a], p[b]) for p in pipelines), key=_seconds), a, b)
-                for a, b in itertools.permutations(range(mesh.ranks), 2)
-            )
-        )
+        pairs = (pair for p in mesh.pipelines for pair in itertools.permutations(p, 2))
+        return _slowest_within(mesh, {pair: self.link(*pair) for pair in pairs})
 
     def _at(self, rank: int) -> int:
         if rank not in self._node_of:
@@ -164,15 +143,13 @@ class Network:
     def between(self, mesh: Mesh) -> "Network":
         """The links over which the replicas of a mesh reduce: those between the same ranks of
         different pipelines; of nodes, one of each kind."""
-        place = _places(mesh)
         if self.nodes:
             return Network(tuple(self._reducing(mesh)))
-        links = (
-            link
-            for link in self._among(place)
-            if place[link.source][1] == place[link.destination][1]
+        rank_of = {rank: mesh.place(rank)[1] for pipeline in mesh.pipelines for rank in pipeline}
+        links = (link for link in self.links if {link.source, link.destination} <= rank_of.keys())
+        return Network(
+            tuple(link for link in links if rank_of[link.source] == rank_of[link.destination])
         )
-        return Network(tuple(links))
 
     def _reducing(self, mesh: Mesh) -> Iterator[Link]:
         # Neighbours in the order of the nodes meet every kind of link that joins the replicas of a
@@ -185,9 +162,6 @@ class Network:
                 if link not in seen:
                     seen.add(link)
                     yield _link(link, source, destination)
-
-    def _among(self, ranks: Container[int]) -> Iterator[Link]:
-        return (link for link in self.links if link.source in ranks and link.destination in ranks)
 
     def kinds(self) -> tuple[Link | LinkKind, ...]:
         """What joins ranks: all links one by one, or the kinds that nodes of several ranks have."""
@@ -233,10 +207,16 @@ def _kind(kind: str | LinkKind) -> LinkKind:
     return link_kind(kind) if isinstance(kind, str) else kind
 
 
-def _places(mesh: Mesh) -> dict[int, tuple[int, int]]:
-    """By rank of the world the pipeline that it is in, and which rank of it."""
-    pairs = itertools.product(range(mesh.replicas), range(mesh.ranks))
-    return {mesh.in_world(*pair): pair for pair in pairs}
+def _slowest_within(mesh: Mesh, links: Mapping[tuple[int, int], Link | LinkKind]) -> Network:
+    """One link between each pair of a pipeline's ranks: the slowest of those that are known of all
+    pipelines."""
+    slowest = []
+    for a, b in itertools.permutations(range(mesh.ranks), 2):
+        pairs = ((pipeline[a], pipeline[b]) for pipeline in mesh.pipelines)
+        known = [links[pair] for pair in pairs if pair in links]
+        if known:
+            slowest.append(_link(max(known, key=_seconds), a, b))
+    return Network(tuple(slowest))
 
 
 def _seconds(link: Link | LinkKind) -> float:

@@ -1,22 +1,22 @@
 """Numbers as people read them."""
 
+from collections.abc import Sequence
+
 
 def size(count: float) -> str:
     """Bytes with a unit."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError
+    return _scaled(count, 1024, ("B", "KiB", "MiB", "GiB"))
 
 
 def flops(count: float) -> str:
     """Floating-point operations with a unit."""
-    for unit in ("", "k", "M", "G", "T"):
-        if count < 1000 or unit == "T":
-            return f"{count:.0f} FLOP" if not unit else f"{count:.1f} {unit}FLOP"
-        count /= 1000
-    raise AssertionError
+    return _scaled(count, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP"))
+
+
+def _scaled(count: float, step: int, units: Sequence[str]) -> str:
+    """A whole number of the first unit, or a digit behind the point of a larger one."""
+    at = next((i for i in range(len(units) - 1) if count < step ** (i + 1)), len(units) - 1)
+    return f"{count / step**at:.{int(at > 0)}f} {units[at]}"
 
 
 def duration(seconds: float) -> str:

@@ -67,7 +67,7 @@ def is_number(node: fx.Node) -> bool:
 
 def is_sized_by_data(node: fx.Node) -> bool:
     """Whether data decide the size of a node's value, as of `x.nonzero()`. Its fake value has the
-    most that this can be; where it is sent, the sizes travel first (`lowering.announced`)."""
+    most that this can be; where it is sent, the sizes travel first (`lowering.envelope`)."""
     return bool(node.meta.get("sized_by_data"))
 
 

@@ -1,5 +1,7 @@
 """What a step waits for: the chain of actions and messages that takes as long as the step."""
 
+from typing import NamedTuple
+
 import attrs
 
 from pfeife.data.schedule import RECEIVES, SENDS, Action, Do, received_as
@@ -20,16 +22,29 @@ def critical_path(
         rank 0   F0 SEND F1 ...                 the path:  F0 of rank 0,
         rank 1      ~~~~~~~~ RECV F0 B0                    RECV (with ~), F0 and B0 of rank 1
     """
-    walk = _Walk(timeline, occupied, overhead)
+    steps = _Steps(timeline, occupied, overhead)
+    ends = ((e.end, r, at) for r, events in steps.ranks.items() for at, e in enumerate(events))
+    latest = max(ends, default=None)
+    place = _Place(*latest[1:], ended=True) if latest else None
     path: list[Event] = []
-    while walk.at is not None:
-        path.append(walk.back())
+    while place is not None and place.at >= 0:
+        event, place = steps.back(place)
+        path.append(event)
     return Timeline(tuple(reversed(path)))
 
 
-class _Walk:
-    """A way back through a timeline, at the event of a rank in its order. As a longest path of
-    networkx it would need a graph of all actions, about a kilobyte for each of them."""
+class _Place(NamedTuple):
+    """An event of a rank, in its order; and whether what comes next waits for a reduction's end
+    there, or its beginning."""
+
+    rank: int
+    at: int
+    ended: bool
+
+
+class _Steps:
+    """The ways back through a timeline. As a longest path of networkx it would need a graph of all
+    actions, about a kilobyte for each of them."""
 
     def __init__(self, timeline: Timeline, occupied: Seconds, overhead: float):
         self.occupied, self.overhead = occupied, overhead
@@ -49,28 +64,22 @@ class _Walk:
                 if event.rank in last:
                     self.before[place] = last[event.rank]
                 last[event.rank] = place[1]
-        ends = ((e.end, r, at) for r, events in self.ranks.items() for at, e in enumerate(events))
-        latest = max(ends, default=None)
-        self.at = latest and latest[1:]
-        self.ended = True  # whether what comes next waits for a reduction's end, or its beginning
 
-    def back(self) -> Event:
-        """The event that one is at; then one is at what comes before it."""
-        assert self.at is not None
-        rank, at = self.at
+    def back(self, place: _Place) -> tuple[Event, _Place]:
+        """The event at a place, as a part of the path, and the place of what comes before it."""
+        rank, at, ended = place
         event = self.ranks[rank][at]
         if event.action.do == Do.REDUCE_GRAD:
-            if self.ended:
+            if ended:
                 return self._reduction(event)
             # the path has what the reduction took of the rank's time: the rest of it ran beside
             event = attrs.evolve(event, end=self._goes_on(event))
         elif event.action.do in RECEIVES and event.end > self._goes_on(event):
             rank, at = self.sent[event.action]
             event = attrs.evolve(event, start=self.ranks[rank][at].start)
-        self._go(rank, at - 1, ended=False)
-        return event
+        return event, _Place(rank, at - 1, ended=False)
 
-    def _reduction(self, event: Event) -> Event:
+    def _reduction(self, event: Event) -> tuple[Event, _Place]:
         """A reduction until its end, from where the last rank comes to it."""
         came = []
         for rank, at in self.begun[event.action]:
@@ -79,12 +88,8 @@ class _Walk:
             if before is not None:
                 came.append((events[before].end, True, rank, before))
         start, ended, rank, at = max(came)
-        self._go(rank, at, ended)
-        return attrs.evolve(event, start=start)
+        return attrs.evolve(event, start=start), _Place(rank, at, ended)
 
     def _goes_on(self, event: Event) -> float:
         """When a rank goes on after an event that does not keep it waiting."""
         return event.start + self.occupied(event.action) + self.overhead
-
-    def _go(self, rank: int, at: int, ended: bool) -> None:
-        self.at, self.ended = (rank, at) if at >= 0 else None, ended

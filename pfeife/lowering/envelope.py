@@ -1,9 +1,14 @@
 """How values travel between ranks: their layout, and what is packed together.
 
-The runtime, the account of memory and all that tells the time of a message go by this.
+The runtime, the account of memory and all that tells the time of a message go by this. Where data
+decide the sizes of values, these travel first:
+
+    values       x [8, 4]   rows [n, 2]   hidden [n, 4]       n is 3 in this microbatch
+    opening      x, and the numbers 3 2 2 1  3 4 4 1          sizes and strides of the others
+    then         rows, hidden                                 into memory of that size
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
 import attrs
@@ -93,10 +98,13 @@ class Envelope:
     """The values of one message, in the order in which both ends know them.
 
     They travel in `pieces`, a send each: those of up to `PACKED` bytes are copied into one, a
-    larger one goes by itself, without a copy if it is dense.
+    larger one goes by itself, without a copy if it is dense. Data decide the sizes of the values at
+    the indices `by_data`; their layouts have the most that these can be, by which bytes are
+    counted.
     """
 
     layouts: tuple[Layout, ...]
+    by_data: tuple[int, ...] = ()
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -120,35 +128,65 @@ class Envelope:
         return frozenset(at for at, piece in alone if self.piece_bytes(piece) >= APART)
 
     def kept(self, index: int) -> bool:
-        """Whether a value arrives in a buffer that is used again."""
-        return self.layouts[index].large
+        """Whether a value arrives in a buffer that is used again: one that has one size."""
+        return index not in self.by_data and self.layouts[index].large
 
     def piece_bytes(self, piece: tuple[int, ...]) -> int:
         """What the buffer of a piece takes."""
         return bytes_of(self.sizes, piece)
 
-    @property
+    @cached_property
     def opening(self) -> "Envelope":
-        """What travels first: all, where the sizes are known."""
-        return self
+        """What travels first: all, where the sizes are known; else the values of known sizes, and
+        the numbers of the others."""
+        if not self.by_data:
+            return self
+        count = 2 * sum(len(self.layouts[index].shape) for index in self.by_data)
+        return Envelope((*self._known(self.layouts), Layout((count,), (1,), torch.int64)))
+
+    def _known(self, values: tuple) -> tuple:
+        return tuple(value for index, value in enumerate(values) if index not in self.by_data)
 
     def whole(self, arrived: Tensors, bring: "Callable[[Envelope], Tensors]") -> Tensors:
         """The values of the message, of which the opening has `arrived`; `bring` gets the rest."""
-        return arrived
+        if not self.by_data:
+            return arrived
+        # the header came last, after the values of known sizes; both kinds keep their order
+        rest = bring(Envelope(tuple(self._told_by(arrived[-1]))))
+        known, announced = iter(arrived), iter(rest)
+        indices = range(len(self.layouts))
+        return tuple(next(announced if index in self.by_data else known) for index in indices)
+
+    def _told_by(self, header: torch.Tensor) -> Iterator[Layout]:
+        """How what follows the opening is laid out. Raises ValueError for numbers that are no
+        sizes: a peer may have sent them."""
+        numbers = iter(header.tolist())
+        for layout in (self.layouts[index] for index in self.by_data):
+            shape, strides = ([next(numbers) for _ in layout.shape] for _ in range(2))
+            if min(shape) < 0 or min(strides) < 0:
+                raise ValueError(f"a size of {shape} and strides of {strides} have arrived")
+            yield Layout(tuple(shape), tuple(strides), layout.dtype).dense()
 
     def check(self, values: Tensors) -> None:
         """Raises ValueError for values that the receiver does not expect."""
-        for value, layout in zip(values, self.layouts, strict=True):
-            layout.check(value)
+        for index, (value, layout) in enumerate(zip(values, self.layouts, strict=True)):
+            (layout.check_kind if index in self.by_data else layout.check)(value)
 
     def pack(self, values: Tensors) -> list[torch.Tensor]:
         """What is sent of the values, a tensor a piece. Raises ValueError for other shapes."""
-        return [self._packed(values, piece) for piece in self.pieces]
+        self.check(values)
+        if not self.by_data:
+            return [self._packed(values, piece) for piece in self.pieces]
+        announced = tuple(values[index] for index in self.by_data)
+        layouts = tuple(map(Layout.of, announced))
+        numbers = [number for layout in layouts for number in (*layout.shape, *layout.strides)]
+        header = torch.tensor(numbers, device=announced[0].device)
+        first = self.opening.pack((*self._known(values), header))
+        return [*first, *Envelope(layouts).pack(announced)]
 
     def _packed(self, values: Tensors, piece: tuple[int, ...]) -> torch.Tensor:
         if len(piece) == 1:
             value, layout = values[piece[0]], self.layouts[piece[0]]
-            layout.check(value)
             if value.stride() == layout.strides:
                 return layout.flat(value)
             return layout.flat(layout.empty(value.device).copy_(value))
@@ -156,7 +194,6 @@ class Envelope:
         offset = 0
         for index in piece:
             layout = self.layouts[index]
-            layout.check(values[index])
             layout.within(packed, offset).copy_(values[index])
             offset += _aligned(layout.bytes)
         return packed
@@ -186,6 +223,12 @@ class Envelope:
                 values[index] = self.layouts[index].within(buffers[-1], offset)
                 offset += _aligned(self.layouts[index].bytes)
         return tuple(values), buffers  # type: ignore[arg-type]
+
+
+def envelope_of(values: Sequence[torch.Tensor], by_data: Sequence[int] = ()) -> Envelope:
+    """How values travel that are laid out like these, of which data decide the sizes of those at
+    the indices `by_data`."""
+    return Envelope(tuple(map(Layout.of, values)), tuple(by_data))
 
 
 def pieces_of(sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:

@@ -1,6 +1,7 @@
 """Puts sends, receives and reductions into a schedule of computations."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import pairwise
 
 import attrs
 
@@ -64,11 +65,20 @@ def chain(schedule: Schedule) -> tuple[Transfer, ...]:
     """The transfers of a chain of stages, for schedules without a program."""
     split = any(a.do == Do.INPUT_BACKWARD for actions in schedule.ranks for a in actions)
     backward = Kind.INPUT_BACKWARD if split else Kind.BACKWARD
-    ranks = schedule.stage_ranks
-    borders = [s for s in range(schedule.stages - 1) if ranks[s] != ranks[s + 1]]
-    forwards = [Transfer(s, Kind.FORWARD, s + 1, ((s + 1, Kind.FORWARD),)) for s in borders]
-    gradients = [Transfer(s + 1, backward, s, ((s, backward),)) for s in borders]
-    return (*forwards, *gradients)
+    neighbours = pairwise(range(schedule.stages))
+    return transfers_between(neighbours, schedule.stage_ranks, backward)
+
+
+def transfers_between(
+    edges: Iterable[tuple[int, int]],
+    stage_ranks: Sequence[int],
+    backward: Kind = Kind.INPUT_BACKWARD,
+) -> tuple[Transfer, ...]:
+    """What goes between stages on different ranks where each of these `edges`, from a stage to a
+    later one, has a value ahead and its gradient back; in the order in which one stage sends."""
+    between = [(a, b) for a, b in edges if stage_ranks[a] != stage_ranks[b]]
+    ahead = [Transfer(a, Kind.FORWARD, b, ((b, Kind.FORWARD),)) for a, b in between]
+    return (*ahead, *(Transfer(b, backward, a, ((a, backward),)) for a, b in between))
 
 
 def lower(schedule: Schedule, program: Program, *, overlap: bool = True) -> Schedule:

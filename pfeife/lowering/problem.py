@@ -8,8 +8,7 @@ import attrs
 
 from pfeife.data import checks
 from pfeife.data.schedule import SENDS, Action, Do, Schedule
-from pfeife.ir.parts import Kind
-from pfeife.lowering.lower import Transfer
+from pfeife.lowering.lower import Transfer, transfers_between
 from pfeife.lowering.replay import replay
 
 
@@ -143,14 +142,8 @@ def chain_edges(
 
 def transfers(problem: Problem) -> tuple[Transfer, ...]:
     """What goes between ranks, in the order in which one stage sends."""
-    stage_ranks = problem.stage_ranks
-    between = [e for e in problem.edges if stage_ranks[e.source] != stage_ranks[e.destination]]
-    both = (Kind.FORWARD, Kind.INPUT_BACKWARD)
-    ahead = [
-        Transfer(e.source, both[0], e.destination, ((e.destination, both[0]),)) for e in between
-    ]
-    back = [Transfer(e.destination, both[1], e.source, ((e.source, both[1]),)) for e in between]
-    return (*ahead, *back)
+    edges = [(edge.source, edge.destination) for edge in problem.edges]
+    return transfers_between(edges, problem.stage_ranks)
 
 
 def seconds_of(problem: Problem) -> Callable[[Action], float]:
@@ -238,14 +231,13 @@ class _Run:
         self.outward: dict[tuple[int, bool], list[tuple[int, tuple[int, int], float]]]
         self.outward = defaultdict(list)
         for e in problem.edges:
-            there, back = (
-                (stage_ranks[e.source], stage_ranks[e.destination]),
-                (stage_ranks[e.destination], stage_ranks[e.source]),
-            )
-            self.inward[e.destination, True].append(e.source)
-            self.inward[e.source, False].append(e.destination)
-            self.outward[e.source, True].append((e.destination, there, e.forward_seconds))
-            self.outward[e.destination, False].append((e.source, back, e.backward_seconds))
+            for source, destination, forward, seconds in (
+                (e.source, e.destination, True, e.forward_seconds),
+                (e.destination, e.source, False, e.backward_seconds),
+            ):
+                channel = stage_ranks[source], stage_ranks[destination]
+                self.inward[destination, forward].append(source)
+                self.outward[source, forward].append((destination, channel, seconds))
 
     def advance(self, rank: int, action: Action) -> int | None:
         """Does an action if all that it reads is on its way, or says whose turn it is."""

@@ -14,7 +14,6 @@ from pfeife.ir.nodes import find_node, is_sized_by_data, returned
 from pfeife.ir.outline import own_results
 from pfeife.ir.parts import STATE_ROLES, Call, Kind, Port, Role
 from pfeife.ir.program import Program
-from pfeife.lowering.announced import envelope_with
 from pfeife.lowering.envelope import Envelope, Layout
 
 _PLANNED: Mapping[str, int] = {}
@@ -104,8 +103,8 @@ class Wiring:
         """How a message's values travel where the size ports have such values, by their names;
         those of the capture unless given."""
         nodes = [self.nodes[name] for name in message.values]
-        announced = [index for index, node in enumerate(nodes) if is_sized_by_data(node)]
-        return envelope_with(tuple(_layout(node, sizes) for node in nodes), announced)
+        by_data = tuple(index for index, node in enumerate(nodes) if is_sized_by_data(node))
+        return Envelope(tuple(_layout(node, sizes) for node in nodes), by_data)
 
     def arguments(self, call: Call) -> tuple[str, ...]:
         """The names of the values that a call reads."""

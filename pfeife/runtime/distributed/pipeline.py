@@ -15,8 +15,7 @@ from pfeife.ir.evaluate import Result, State, averaged, with_statistics
 from pfeife.ir.microbatch import Counted, counts_of
 from pfeife.ir.parts import Port, Role
 from pfeife.ir.program import Program
-from pfeife.lowering.announced import envelope_of
-from pfeife.lowering.envelope import Envelope, Tensors
+from pfeife.lowering.envelope import Envelope, Tensors, envelope_of
 from pfeife.runtime.distributed.batch_norms import statistics_of_all
 from pfeife.runtime.distributed.links.connection import Connection
 from pfeife.runtime.distributed.links.tangent_check import compared, sketch
