@@ -2,6 +2,8 @@
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,40 +30,24 @@ def compile_piece(piece: fx.GraphModule, compiler: str | Compiler) -> Run:
     """
     if compiler == "aot_eager":
         return _torch.function_of(piece)
-    if any(map(is_open, piece.graph.nodes)):
-        with torch.no_grad(), _torch.no_autocast():
-            return compile_open(piece, inputs(piece), _open_maker(compiler))
-    values = [node.meta["val"] for node in inputs(piece)]
     with torch.no_grad(), _torch.no_autocast():
-        if callable(compiler):
-            compiled = compiler(_copied(piece), [example(value) for value in values])
-        else:
-            with _torch.FakeTensorMode():  # Inductor asks for shapes alone
-                examples = [example(value) for value in values]
-            compiled = _torch.inductor(_copied(piece), examples)
+        if any(map(is_open, piece.graph.nodes)):
+            return compile_open(piece, inputs(piece), partial(_compiled, compiler))
+        values = [node.meta["val"] for node in inputs(piece)]
+        # Inductor asks for shapes alone; a compiler of somebody else's may run its examples
+        with nullcontext() if callable(compiler) else _torch.FakeTensorMode():
+            examples = [example(value) for value in values]
+        run = _compiled(compiler, piece, examples)
+    return _laid_out(run, [strides(value) for value in values], len(returned(piece)))
+
+
+def _compiled(compiler: str | Compiler, piece: fx.GraphModule, examples: list[Any]) -> Run:
+    """What a compiler makes of a piece, as a function of its tensors one by one."""
+    own = fx.GraphModule(piece, copied(piece).graph)  # compilers may edit what they are given
+    compiled = compiler(own, examples) if callable(compiler) else _torch.inductor(own, examples)
     if not callable(compiled):
         raise TypeError(f"the compiler returned {type(compiled).__name__}, not a function")
-    return _laid_out(_unboxed(compiled), [strides(value) for value in values], len(returned(piece)))
-
-
-def _open_maker(compiler: str | Compiler) -> Compiler:
-    """The compiler for examples of symbolic sizes."""
-
-    def make(piece: fx.GraphModule, examples: list[Any]) -> Run:
-        copied = _copied(piece)
-        compiled = (
-            compiler(copied, examples) if callable(compiler) else _torch.inductor(copied, examples)
-        )
-        if not callable(compiled):
-            raise TypeError(f"the compiler returned {type(compiled).__name__}, not a function")
-        return _unboxed(compiled)
-
-    return make
-
-
-def _copied(piece: fx.GraphModule) -> fx.GraphModule:
-    """Compilers may edit what they are given."""
-    return fx.GraphModule(piece, copied(piece).graph)
+    return _unboxed(compiled)
 
 
 def _unboxed(compiled: Callable) -> Run:

@@ -100,10 +100,12 @@ class Forecast:
 
     @property
     def samples_per_second(self) -> float:
+        """Rows of all replicas."""
         return self.samples / self.step_seconds if self.step_seconds else 0.0
 
     @property
     def tokens_per_second(self) -> float:
+        """Elements of the batch's first tensor of integers, of all replicas."""
         return self.tokens / self.step_seconds if self.step_seconds else 0.0
 
     @property

@@ -213,9 +213,9 @@ def _slowest_within(mesh: Mesh, links: Mapping[tuple[int, int], Link | LinkKind]
     slowest = []
     for a, b in itertools.permutations(range(mesh.ranks), 2):
         pairs = ((pipeline[a], pipeline[b]) for pipeline in mesh.pipelines)
-        known = [links[pair] for pair in pairs if pair in links]
-        if known:
-            slowest.append(_link(max(known, key=_seconds), a, b))
+        between = [links[pair] for pair in pairs if pair in links]
+        if between:
+            slowest.append(_link(max(between, key=_seconds), a, b))
     return Network(tuple(slowest))
 
 

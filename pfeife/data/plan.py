@@ -60,6 +60,9 @@ class Plan:
     a search short, so that another one may find another plan. `program` is the digest of the
     program that the plan was made for (see `ir.digest`), None if nobody said. Raises ValueError if
     the schedule has fewer stages, or if there is not one entry for every stage.
+
+    Next: `pfeife.apply(plan)` makes the program of the ranks of that of the clusters, `.schedule`
+    is what each rank does, `data.plain.save` and `load` keep a plan in a file.
     """
 
     stage_of_cluster: tuple[int, ...] = attrs.field(validator=checks.each(checks.not_negative))
@@ -94,7 +97,8 @@ class Plan:
             parts.append(f"at least {duration(self.bound_seconds)}")
         if self.recompute:
             parts.append("recomputes")
-        return f"Plan({', '.join(parts)})\n{self.schedule!r}"
+        whole = "  all of the plan: pfeife.data.plain.to_json(plan)"
+        return f"Plan({', '.join(parts)})\n{self.schedule!r}\n{whole}"
 
     @property
     def stages(self) -> int:

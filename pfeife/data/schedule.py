@@ -3,6 +3,7 @@
 import csv
 import io
 import re
+from collections.abc import Callable
 from enum import StrEnum
 from functools import cached_property
 from reprlib import repr as short
@@ -113,6 +114,9 @@ class Schedule:
 
         0F0,0F1,0B0,0B1
         1F0,1B0,1F1,1B1
+
+    Next: `sched.verify_schedule` proves that it runs to its end, `sched.simulate` gives its
+    timeline, `sched.lower` puts the messages of a program in, `pfeife.Plan` says where to cut.
     """
 
     ranks: tuple[tuple[Action, ...], ...]
@@ -145,27 +149,26 @@ class Schedule:
 
     def computing(self) -> "Schedule":
         """Without the actions that `lower` puts in."""
-        return Schedule(tuple(tuple(a for a in rank if a.do.kind) for rank in self.ranks))
+        return self._of(lambda action: action.do.kind is not None)
 
     def first(self, microbatches: int) -> "Schedule":
         """The schedule of the first microbatches alone.
 
         What is left keeps its order, so it deadlocks no more than before and needs no more memory.
         """
-        return Schedule(
-            tuple(
-                tuple(a for a in rank if a.microbatch is None or a.microbatch < microbatches)
-                for rank in self.ranks
-            )
-        )
+        return self._of(lambda a: a.microbatch is None or a.microbatch < microbatches)
+
+    def _of(self, stays: Callable[[Action], bool]) -> "Schedule":
+        return Schedule(tuple(tuple(filter(stays, rank)) for rank in self.ranks))
 
     def __repr__(self) -> str:
-        """At most a page of it: ten ranks, the begin of each; `to_csv()` has all."""
+        """At most a page of it: ten ranks, the begin of each; and where the rest is."""
         lines = [f"Schedule({len(self.ranks)} ranks, {self.microbatches} microbatches)"]
         for rank, actions in enumerate(self.ranks[:_SHOWN]):
             text = ",".join(map(str, actions[:_CELLS]))
             lines.append(f"  rank {rank}: {text}{', ...' if len(actions) > _CELLS else ''}")
-        return "\n".join(lines + ["  ..."] * (len(self.ranks) > _SHOWN))
+        lines += ["  ..."] * (len(self.ranks) > _SHOWN)
+        return "\n".join([*lines, "  all of it: .to_csv(); its timeline: sched.simulate(...)"])
 
     def to_csv(self) -> str:
         """A row a rank, a cell an action, as torch.distributed.pipelining writes it."""

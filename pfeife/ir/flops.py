@@ -1,5 +1,6 @@
 """Floating-point operations of nodes and calls, by torch's formulas, and their types."""
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -33,26 +34,22 @@ def node_flops(node: fx.Node) -> int:
         raise
 
 
-def graph_flops(graph: fx.Graph) -> dict[torch.dtype, int]:
+def graph_flops(graph: fx.Graph) -> Counter[torch.dtype]:
     """Those of a graph, by the dtype in which they are done."""
-    flops: dict[torch.dtype, int] = {}
+    flops: Counter[torch.dtype] = Counter()
     for node in graph.nodes:
         count = node_flops(node) if node.op == "call_function" else 0
         if count:
-            flops[computed_dtype(node)] = flops.get(computed_dtype(node), 0) + count
+            flops[computed_dtype(node)] += count
     return flops
 
 
-def flops_of(program: ProgramBase) -> dict[torch.dtype, int]:
+def flops_of(program: ProgramBase) -> Counter[torch.dtype]:
     """The floating-point operations of a microbatch, forward and backward, by the dtype in which
     they are done; those of a program that recomputes have what it computes twice."""
-    flops: dict[torch.dtype, int] = {}
     program = absorb(program)
     bodies = [program.body(call) for call in program.calls] or [program.module]
-    for body in bodies:
-        for dtype, count in graph_flops(body.graph).items():
-            flops[dtype] = flops.get(dtype, 0) + count
-    return flops
+    return sum((graph_flops(body.graph) for body in bodies), Counter())
 
 
 def operation_of(node: fx.Node) -> tuple[Any, tuple]:

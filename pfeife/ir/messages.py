@@ -11,7 +11,7 @@ from torch import fx
 from pfeife.ir.absorb import absorb
 from pfeife.ir.flops import graph_flops, node_flops
 from pfeife.ir.nodes import is_source, node_bytes, receive, returned, send
-from pfeife.ir.parts import Call, ProgramBase, Role
+from pfeife.ir.parts import Call, Kind, ProgramBase, Role
 
 
 def call_of(value: fx.Node) -> fx.Node:
@@ -44,11 +44,13 @@ def holders(program: ProgramBase, *roles: Role) -> dict[str, set[Call]]:
 class Message:
     """Values that one call's rank sends to another rank, together.
 
-    `reader` is the first stage of the destination that reads them; `values` are the names at
-    the source, `copies` those at the destination.
+    `readers` are the computations of the destination that read them, by stage and kind, `reader`
+    the first stage of these; `values` are the names at the source, `copies` those at the
+    destination.
     """
 
     sender: Call
+    readers: tuple[tuple[int, Kind], ...]
     reader: int
     source: int
     destination: int
@@ -74,6 +76,7 @@ def messages(program: ProgramBase) -> tuple[Message, ...]:
         sent.append(
             Message(
                 sender=calls[values[0].args[0].name],
+                readers=tuple(sorted({(call.unit, call.kind) for call in readers})),
                 reader=min(readers, key=order.__getitem__).unit,
                 source=source,
                 destination=destination,

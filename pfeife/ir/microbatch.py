@@ -121,6 +121,7 @@ def counts_of(program: ProgramBase, microbatch: Any) -> list[torch.Tensor]:
 
 
 def count_of(count: Count, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """How much a microbatch counts in a mean: a scalar in float64."""
     names = [node.name for node in count.module.graph.nodes if node.op == "placeholder"]
     with torch.no_grad():
         number: torch.Tensor = count.module.forward(*(batch[name] for name in names)).double()

@@ -288,9 +288,10 @@ class ProgramBase:
             ", ".join(f"{n} {role}" for role, n in counts.items()) for counts in ends
         )
         what = parts if self.calls else f"flat, {len(self.module.graph.nodes)} nodes"
-        return f"Program({what}; takes {inputs}; gives {outputs})"
+        return f"Program({what}; takes {inputs}; gives {outputs}; all of it: print())"
 
     def __str__(self) -> str:
+        """All of it: ports, the graph and every body, with shapes and lines of the model."""
         lines = [f"# {port}" for port in self.inputs]
         lines += [f"# -> {port}" for port in self.outputs]
         lines += [f"# {reduction}" for reduction in self.reductions]

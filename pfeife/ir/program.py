@@ -25,8 +25,11 @@ from pfeife.ir.source import source
 class Program(ProgramBase):
     """A graph module of one microbatch with its ports, at any level: flat, clusters, stages, ranks.
     `pfeife.capture` makes one, passes make others of it, a `Plan` says where it is cut, a
-    `Schedule` in which order its calls run. See the module's docstring, and `ir.base.ProgramBase`
-    for its fields."""
+    `Schedule` in which order its calls run. `ir.parts.ProgramBase` has its fields.
+
+    Next: `print(program)` writes all of it, `.ports(Role.BATCH)` says what goes in, `.graph()` has
+    it for networkx, `pfeife.evaluate` runs it, `pfeife.totals` has its figures, and `.rewrite`,
+    `.replace` and `.edit` make another one."""
 
     def graph(self) -> nx.DiGraph:
         """What computes, and what flows: a networkx graph of any level.

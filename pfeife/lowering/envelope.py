@@ -153,9 +153,9 @@ class Envelope:
             return arrived
         # the header came last, after the values of known sizes; both kinds keep their order
         rest = bring(Envelope(tuple(self._told_by(arrived[-1]))))
-        known, announced = iter(arrived), iter(rest)
+        fixed, announced = iter(arrived), iter(rest)
         indices = range(len(self.layouts))
-        return tuple(next(announced if index in self.by_data else known) for index in indices)
+        return tuple(next(announced if index in self.by_data else fixed) for index in indices)
 
     def _told_by(self, header: torch.Tensor) -> Iterator[Layout]:
         """How what follows the opening is laid out. Raises ValueError for numbers that are no

@@ -48,17 +48,10 @@ class Transfer:
         return any(action.stage == stage and action.runs(kind) for stage, kind in self.readers)
 
 
-def transfer_of(wiring: Wiring, message: Message) -> Transfer:
+def transfer_of(message: Message) -> Transfer:
     """A message of a program as the schedule sees it."""
-    calls = wiring.called
-    readers = {
-        (calls[user.name].unit, calls[user.name].kind)
-        for copy in message.copies
-        for user in wiring.nodes[copy].users
-        if user.name in calls
-    }
     sender = message.sender
-    return Transfer(sender.unit, sender.kind, message.reader, tuple(sorted(readers)), message.bytes)
+    return Transfer(sender.unit, sender.kind, message.reader, message.readers, message.bytes)
 
 
 def chain(schedule: Schedule) -> tuple[Transfer, ...]:
@@ -99,7 +92,7 @@ def lower(schedule: Schedule, program: Program, *, overlap: bool = True) -> Sche
                 f"rank {placed[stage]}"
             )
     wiring = Wiring(program)
-    transfers = [transfer_of(wiring, message) for message in wiring.messages]
+    transfers = list(map(transfer_of, wiring.messages))
     lowered = insert_actions(computing, transfers, program.reductions, overlap=overlap)
     check_coverage(lowered, wiring)
     return lowered

@@ -100,7 +100,7 @@ def travels(
     """How long the messages of a program take, by their sends of no microbatch."""
     wiring = Wiring(program)
     return {
-        transfer_of(wiring, message).send(None): travel(
+        transfer_of(message).send(None): travel(
             wiring.envelope(message).sizes,
             network.link(message.source, message.destination) if network else machine,
         )

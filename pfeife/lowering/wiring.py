@@ -67,11 +67,6 @@ class Wiring:
         return {node.name: node for node in self.program.module.graph.nodes}
 
     @cached_property
-    def called(self) -> dict[str, Call]:
-        """The calls by their nodes' names."""
-        return {call.node: call for call in self.program.calls}
-
-    @cached_property
     def _of_unit(self) -> dict[int, list[Call]]:
         by_unit: dict[int, list[Call]] = {}
         for call in self.program.calls:

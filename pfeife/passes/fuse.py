@@ -2,7 +2,7 @@
 
 from bisect import bisect
 from collections.abc import Mapping
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, takewhile
 from typing import Any, Literal
 
 from torch import fx
@@ -139,22 +139,13 @@ def _crossing_bytes(forward: list[fx.Node]) -> list[int]:
         last = max((position[user] for user in node.users if user in position), default=i)
         change[i + 1] += node_bytes(node)
         change[last + 1] -= node_bytes(node)
-    crossing, total = [], 0
-    for difference in change:
-        total += difference
-        crossing.append(total)
-    return crossing
+    return list(accumulate(change))
 
 
 def _shared_depth(before: fx.Node, after: fx.Node) -> int:
     """How many enclosing modules two nodes have in common."""
-    first, second = module_path(before).split("."), module_path(after).split(".")
-    depth = 0
-    for left, right in zip(first, second, strict=False):
-        if left != right:
-            break
-        depth += 1
-    return depth
+    pairs = zip(module_path(before).split("."), module_path(after).split("."), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def module_path(node: fx.Node) -> str:

@@ -24,7 +24,7 @@ from pfeife.runtime.distributed.state.remote_gradients import is_here
 
 
 def check_pass(
-    one: Pass,
+    pass_: Pass,
     program: Program,
     state: State,
     microbatches: Sequence[Any],
@@ -43,12 +43,12 @@ def check_pass(
     output's nodes have the shapes that they say they have.
     """
     before = fingerprint(program)
-    result = one(program)
+    result = pass_(program)
     kind = type(result).__name__
     assert isinstance(result, Program), f"the pass returned {kind}, not a Program"
     assert fingerprint(program) == before, "the pass edited its input"
     result = settle(verify(result))
-    assert fingerprint(one(program)) == fingerprint(result), "two runs gave two programs"
+    assert fingerprint(pass_(program)) == fingerprint(result), "two runs gave two programs"
     for step in (microbatches, *others):
         expected = evaluate(program, state, step)
         assert_same(expected, evaluate(result, state, step), rounding, within=within)
@@ -98,8 +98,8 @@ class _Shapes(fx.Interpreter):
 
 
 def assert_same(
-    one: Result,
-    other: Result,
+    first: Result,
+    second: Result,
     rounding: Collection[str] | None = (),
     *,
     within: float | None = None,
@@ -107,7 +107,7 @@ def assert_same(
     """Asserts that two results are the same bits, but for gradients named in `rounding`, which
     agree to within rounding, or differ by no more than `within` of the largest value of their
     tensor; None lets the loss, every gradient, buffer and output differ so."""
-    ours, theirs = one.named(), other.named()
+    ours, theirs = first.named(), second.named()
     assert set(ours) == set(theirs), f"only one of them has {sorted(set(ours) ^ set(theirs))}"
     for (kind, name), value in ours.items():
         close = rounding is None or name in rounding

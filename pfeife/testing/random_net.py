@@ -41,11 +41,12 @@ class RandomNet(nn.Module):
                 self.modules_of[str(index)] = made[layer.operation](*sizes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of the last value and one of the middle, for rows of `width` features."""
         values = [x]
         for index, layer in enumerate(self.layers):
             first, second = values[layer.first], values[layer.second]
             values.append(self._run(index, layer.operation, first, second))
-        # The second term is a skip connection, over half of the net.
+        # The second term is a skip connection, over half of the net: plans send it past stages.
         return self.shared(values[-1]) + values[len(values) // 2]
 
     def _run(

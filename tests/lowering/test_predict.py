@@ -24,7 +24,6 @@ from pfeife.lowering.lower import transfer_of
 from pfeife.lowering.predict import action_seconds, occupied_seconds, predict
 from pfeife.lowering.problem import seconds_of
 from pfeife.lowering.simulate import simulate
-from pfeife.lowering.wiring import Wiring
 
 CPU_CORE = machine("cpu-core")
 
@@ -165,7 +164,7 @@ def test_small_values_of_a_message_travel_together():
     assert many, "skip connections cross"
     for message in messages(program):
         each = [node_bytes(find_node(program.module, name)) for name in message.values]
-        action = transfer_of(Wiring(program), message)
+        action = transfer_of(message)
         size = sum(-(-size // 64) * 64 for size in each) if len(each) > 1 else each[0]
         assert transfer(action.send(0)) == pytest.approx(1.0 + size * 0.002)
         assert occupied(action.send(0)) == pytest.approx(0.5 + size * 0.0005)
