@@ -171,6 +171,8 @@ def answer(flat: Program, question: Question, progress: Progress | None = None) 
     network = question.network.within(mesh) if question.network else None
     between = question.network.between(mesh) if question.network and question.replicas > 1 else None
     plan = question.plan or _plan(clusters, question, machine, network, replicas, progress)
+    # The same passes, lowering and proof as before a real step: a forecast of a plan that could not
+    # run would be worth nothing.
     program = apply(plan, replicas)(clusters)
     schedule = verify_schedule(lower(plan.schedule, program))
     target = Target(machine, network, between, question.optimizer, question.memory_limit)

@@ -130,6 +130,7 @@ def _compiled(
     """A compiled body; `pieces` has those that were compiled so far, by fingerprints."""
 
     def compiled(piece: fx.GraphModule) -> Run:
+        # The layers of a transformer are one piece: compiled once, not once a layer.
         key = fingerprint(piece)
         if key not in pieces:
             pieces[key] = compile_piece(piece, compiler)

@@ -83,6 +83,7 @@ def graphs_by_size(
         sizes = tuple(value.shape if isinstance(value, torch.Tensor) else value for value in values)
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
         with turn:
+            # A size that comes once is not worth a capture, which takes as long as several runs.
             comes_again = sizes in graphs
             graph = graphs.pop(sizes, None)
             if comes_again and not graph and tensors:

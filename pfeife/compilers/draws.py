@@ -31,6 +31,7 @@ def around_draws(body: fx.GraphModule, compiled: Callable[[fx.GraphModule], Call
         if node.op == "placeholder":
             copy.keep(node)
     levels, drawn = _levels(body)
+    # By levels, not one by one between draws: fewer pieces, and each is larger.
     for level in range(1 + max(levels.values())):
         members = [node for node, at in levels.items() if at == level]
         _add_piece(copy, [node for node in members if node not in drawn], level, compiled)

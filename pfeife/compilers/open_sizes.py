@@ -29,6 +29,8 @@ def compile_open(piece: fx.GraphModule, inputs: Sequence[fx.Node], make: Make) -
     limits = examples.assumed()
 
     def run(*values: Any) -> Any:
+        # A compiler may have taken two sizes for equal, or one for even: where a call breaks that,
+        # its code would give wrong numbers, and the graph gives the right ones.
         if limits and not _hold(limits, examples.named(values)):
             return graph(*values)
         dense = (

@@ -89,6 +89,7 @@ def _with_strides(value: torch.Tensor, wanted: tuple[int, ...]) -> torch.Tensor:
 def strides(value: torch.Tensor) -> tuple[int, ...]:
     """The strides as captured; dense ones where elements share memory, because nobody says that
     those of another run are equal."""
+    # Dense or with gaps is fine; an element that several indices reach (expand) is not.
     extent = 1
     for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
         if size > 1 and stride < extent:

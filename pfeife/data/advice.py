@@ -20,6 +20,8 @@ def advice(forecast: Forecast) -> str:
     again = _again(forecast, longest)
     # What is left of the step of the rank that computes longest.
     filling = step - longest.computing_seconds - messages - reduced
+    # One sentence, about the largest loss: advice on all of them is a report, and the losses
+    # overlap, so that their sum would promise more than there is.
     seconds_of = {  # what may be done, and the seconds that it is about
         _of_filling(forecast, filling / step): filling,
         _of_uneven(forecast, longest, mean): longest.computing_seconds - mean - again,

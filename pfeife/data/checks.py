@@ -72,6 +72,7 @@ def each(check_entry: Check) -> Check:
     """The check of every number in a list, or by name; there may be none."""
 
     def check(instance: object, attribute: attrs.Attribute, value: Any) -> None:
+        # The error names the entry, as in `Costs.seconds['stage_0_forward'] must not be negative`.
         pairs = value.items() if isinstance(value, Mapping) else enumerate(value or ())
         for place, number in pairs:
             check_entry(instance, attribute.evolve(name=f"{attribute.name}[{place!r}]"), number)

@@ -85,6 +85,7 @@ def mean_of(figures: Sequence[StepFigures]) -> StepFigures:
     """The means of several; the step and the bytes are those of the last one."""
     last, count = figures[-1], len(figures)
     names = ("seconds", "outside_seconds", "samples", "tokens", "flops", "peak_seconds")
+    # Sums of steps over their number, not means of rates: a rate of all steps is then right too.
     means = {name: sum(getattr(step, name) for step in figures) / count for name in names}
     # By rank its seconds in each of the steps; none at all where a step has none (CUDA).
     waiting = zip(*(step.waiting_seconds for step in figures), strict=False)

@@ -132,5 +132,6 @@ class Forecast:
     @property
     def limited_by(self) -> str:
         """What a step waits for, in words."""
+        # Below half a percent rounding would print 0 %.
         long = [wait for wait in self.waits if wait.share >= 0.005]
         return "; ".join(f"{wait.what} for {wait.share:.0%} of the step" for wait in long[:3])

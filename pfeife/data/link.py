@@ -78,6 +78,9 @@ class Link:
 
     def _at(self, seconds: tuple[float, ...], size: int) -> float:
         # Between the two sizes around it; beyond all of them the last line goes on.
+        #     seconds  |         ./     sizes     0    s1        s2
+        #              |     .--`       segment      1       2      2 goes on
+        #              |.--``           at = 1 up to s1, then 2
         at = min(max(bisect_right(self.sizes, size), 1), len(self.sizes) - 1)
         low, high = self.sizes[at - 1], self.sizes[at]
         slope = (seconds[at] - seconds[at - 1]) / (high - low)

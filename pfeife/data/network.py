@@ -210,6 +210,7 @@ def _kind(kind: str | LinkKind) -> LinkKind:
 def _slowest_within(mesh: Mesh, links: Mapping[tuple[int, int], Link | LinkKind]) -> Network:
     """One link between each pair of a pipeline's ranks: the slowest of those that are known of all
     pipelines."""
+    # The microbatches of all pipelines end together, so the slowest pipeline's link counts.
     slowest = []
     for a, b in itertools.permutations(range(mesh.ranks), 2):
         pairs = ((pipeline[a], pipeline[b]) for pipeline in mesh.pipelines)

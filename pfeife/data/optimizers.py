@@ -53,6 +53,7 @@ def optimizer_bytes(optimizer: Optimizer) -> Callable[[Iterable[int], torch.dtyp
     kind = resolved if isinstance(resolved, type) else type(resolved)
     options = {} if isinstance(resolved, type) else resolved.defaults
 
+    # A model has a few shapes up to the number of dimensions: each is stepped once.
     @functools.cache
     def kept(small: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
         parameter = torch.zeros(small, dtype=dtype, requires_grad=True)

@@ -38,6 +38,7 @@ def from_json(cls: type[T], text: str, *, need_checksum: bool = False) -> T:
     Raises ValueError for anything that does not fit, for a text over 64 MiB or one of more than
     4 million items, and, where the text `need_checksum`, if it has none.
     """
+    # Files come from anybody: types are checked before a class sees them, and classes check ranges.
     data = parsed(text, cls.__name__)
     checksum = data.pop(_CHECKSUM, _ABSENT) if isinstance(data, dict) else _ABSENT
     value = _typed(data, cls, cls.__name__)  # first: its errors name the field
@@ -127,6 +128,8 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _typed(data: Any, kind: Any, where: str) -> Any:
+    # By the type that a field declares, never by what the file says it is: so a file cannot choose
+    # which class is made. Simple kinds stand first: most values are of these.
     if kind in (int, str, bool):
         return _simple(data, kind, where)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
@@ -204,6 +207,7 @@ def _object(data: Any, kind: Any, where: str) -> Any:
         raise ValueError(f"{where}: expected an object, got {short(data)}")
     hints = _hints(kind)
     fields = {field.name: field for field in attrs.fields(kind)}
+    # A field of a later release is refused, not dropped: what it decides would be undone unseen.
     unknown = sorted(set(data) - set(fields))
     missing = sorted(n for n, f in fields.items() if n not in data and f.default is attrs.NOTHING)
     if unknown or missing:

@@ -91,6 +91,7 @@ class ProgressLine:
     def progress(self, done: int, total: int) -> None:
         """A bar with so much filled."""
         now = time.monotonic()
+        # Some work reports far more often than a terminal can draw.
         if now - self.last < self.every and done < total:
             return
         filled = self.width * min(done, total) // max(total, 1)

@@ -183,6 +183,7 @@ class Schedule:
         Raises ValueError for a cell that is no action, with its rank, for a text without a row
         and for one of more than 64 MiB or 4 million cells.
         """
+        # Bounded before it is read: csv would make lists of what is still to be refused.
         if not text:
             raise ValueError("this is not the CSV of a schedule: it is empty")
         if len(text) > plain.LARGEST_FILE or text.count(",") > plain.MOST_ITEMS:

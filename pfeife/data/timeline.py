@@ -34,6 +34,7 @@ class Timeline:
     @property
     def bubble(self) -> float:
         """The fraction of all ranks' time in which they compute nothing."""
+        # Ranks without an event have no part in the step, and so none in its bubble.
         ranks = {event.rank for event in self.events}
         busy = sum(event.end - event.start for event in self.events if event.action.do.kind)
         return 1 - busy / (len(ranks) * self.seconds) if self.seconds else 0.0

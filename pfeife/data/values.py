@@ -78,6 +78,8 @@ def _value(data: Any, leaves: Mapping[str, Callable[[Any], Any]]) -> Any:
         return data
     if type(data) is list:
         return parts(data)
+    # All that is no list or simple value is an object with one field, which names what it is: so a
+    # dict of the user's is never taken for one of ours.
     if type(data) is not dict or len(data) != 1:
         raise ValueError(f"{plain.short(data)} is no value")
     ((kind, inside),) = data.items()

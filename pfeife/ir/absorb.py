@@ -38,6 +38,7 @@ def absorb(program: AProgram) -> AProgram:
     plain = plain_nodes(program)
     if not plain:
         return program
+    # Asked first: a node without a place makes a cut of infinite capacity, which has no words.
     problems = list(misplaced(program))
     if problems:
         raise ValueError("; ".join(problems))
@@ -131,6 +132,13 @@ def _late(plain: list[fx.Node]) -> set[fx.Node]:
     first, last = _pinned(plain, candidates)
     # A value hangs on its "carried" node, and that on its readers: however many of them are on the
     # far side, its bytes are cut, and so counted, once. Edges without a capacity are never cut.
+    # The graph of the cut, for a plain node q that reads a value a of a call, and is read by
+    # another:
+    #
+    #     maker --> (carried a) --> q --> (carried q) --> reader      capacities: bytes of a, of q
+    #                               q <-- who reads q                 what reads a late node is late
+    #
+    # q on the maker's side cuts the second edge, so q is carried; on the reader's side the first.
     cut = nx.DiGraph()
     cut.add_nodes_from(["maker", "reader"])
     call_results = dict.fromkeys(s for node in plain for s in node.all_input_nodes if _made(s))
@@ -173,6 +181,7 @@ class _Absorber:
     def __init__(self, program: ProgramBase):
         self.program, self.nodes = program, list(program.module.graph.nodes)
         self.plain = _read(plain_nodes(program))
+        # Nodes that nobody reads are left out first: they would hold others on their side.
         self.late = _late(self.plain)
         self.maker = self._makers()  # the call that makes a value, or what is not late
         calls = [node for node in self.nodes if node.op == "call_module"]
@@ -194,6 +203,8 @@ class _Absorber:
             if _made(node):
                 makers[node] = node.all_input_nodes[0]
             elif node in own:
+                # The last of the calls that make what it reads: only behind it is all of that
+                # there.
                 calls = [makers[source] for source in node.all_input_nodes if source in makers]
                 makers[node] = max(calls, key=place.__getitem__)
         return makers
@@ -252,6 +263,9 @@ class _Absorber:
             body.input(argument)
         for node in self.before[call]:
             body.keep(node)
+        #     before (late nodes)      of what arrives, what the old body reads
+        #     the old body             with their results in the place of its inputs
+        #     after (nodes of its own) of its results, what is carried further
         results = body.inline(old, body.read(call.args))
         for part in call.users:
             body.here[part] = results[part.args[1]]

@@ -36,6 +36,9 @@ def divisors(
     if port.reduction == "sum" or len(microbatches) == 1:
         return [1] * len(microbatches)
     weighted = port.reduction == "weighted"
+    #     loss of the batch   (a + b) / N, N = n + m                      as one device computes it
+    #     mean of means       (a / n + b / m) / 2                         right where n = m alone
+    #     here                (a / n) / (N / n) + (b / m) / (N / m)       each by its own divisor
     for index in port.counts:
         count = program.counts[index]
         counts = _counts(program, count, microbatches)
@@ -174,5 +177,7 @@ def _joined(
     means = torch.stack([microbatch[norm.mean].double() for microbatch in microbatches])
     variances = torch.stack([microbatch[norm.variance].double() for microbatch in microbatches])
     mean = means.mean(0)
+    # The sum of squares about the common mean: those about each own mean, which the unbiased
+    # variances have, and what the means themselves are apart.
     squares = (count - 1) * variances.sum(0) + count * (means - mean).square().sum(0)
     return mean, squares / (count * len(microbatches) - 1)

@@ -43,6 +43,8 @@ class Copy:
         read, or what `read` says."""
         new = self.here[node] = self.graph.node_copy(node, read or self.here.__getitem__)
         if node.op in ("get_attr", "call_module"):
+            # Held by name here, not read of the owner later: the owner may be one of several, and
+            # what a change puts in the place of a body has the body's name.
             value, name = attribute(owner or self.owner, node.target), str(node.target)
             # modules that are put together may call different things alike
             if self.held.setdefault(name, value) is not value:

@@ -44,6 +44,8 @@ def _ports(program: ProgramBase) -> Iterator[str]:
 def _forwards(program: ProgramBase) -> Iterator[str]:
     for unit in range(program.units):
         graph = program.body(program.call(Kind.FORWARD, unit)).graph
+        # A plan for other sizes is one for this program too, so what is computed of sizes is left
+        # out.
         numbers = numbers_of_sizes(program, graph)
         for node in graph.nodes:
             if node.name not in numbers and not is_source(node) and node.op != "output":

@@ -121,6 +121,8 @@ def evaluate(
     run = functools.partial(
         _one_pipeline, program, state, microbatches, tangents, seed, divided, scale
     )
+    # Replica r has the microbatches from r * per_replica on, as on ranks: which of them share a
+    # replica decides the order of the sums, and so their last bits.
     parts = [run(range(start, start + per_replica)) for start in range(0, count, per_replica)]
     sizes = sizes_of(program, microbatches[0])
     if len(parts) == 1:
@@ -206,6 +208,7 @@ def _one_pipeline(
         part = sums[port.name]
         gradients[port.fqn] = gradients[port.fqn] + part if port.fqn in gradients else part
     losses = [loss for loss_of in named(Role.LOSS) for loss in loss_of.values()]
+    # After the last microbatch what is held of a buffer is its new value.
     updated = {port.fqn: held[slots[port.fqn]] for port in updates}
     return Result(
         loss=combined(losses, divided[indices.start : indices.stop]) if losses else None,

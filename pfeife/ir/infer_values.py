@@ -36,6 +36,7 @@ def settle(program: AProgram) -> AProgram:
     """
     bodies = {str(program.node(call.node).target): program.body(call) for call in program.calls}
     opened = functools.cache(lambda: _torch.OpenValues(captured_sizes(program)))
+    # Told once: two copies of a shared body would no longer be shared.
     distinct = {id(body): body for body in bodies.values()}  # calls may share one
     settled = {at: _settled(body, {}, opened) for at, body in distinct.items()}
     module = _settled(
@@ -51,6 +52,8 @@ def _settled(module: fx.GraphModule, bodies: Bodies, opened: Opened) -> fx.Graph
     """The module, or where something is to be changed another one with its graph's copy."""
     values = _Values(module, bodies, opened).told()
     same = all(module.get_submodule(at) is body for at, body in bodies.items())
+    # The same object comes back where nothing is new: a pass that changes nothing costs nothing,
+    # and bodies stay shared between programs.
     if not values and same and _runs_its_graph(module):
         return module
 
@@ -122,6 +125,8 @@ class _Values:
         if has_effects(node):
             return False
         if node in self.of:
+            # A value that is there is kept unless something has changed that the node reads:
+            # capture knew more than its operations say.
             reads = node.all_input_nodes
             return not self.again.isdisjoint(reads) and all(source in self.of for source in reads)
         return bool(node.users) or not inspect.isroutine(node.target)
@@ -130,6 +135,9 @@ class _Values:
         try:
             if node.target in _PASSING and self._passes(node):
                 return self._passed(node)
+            # Any error of torch's is what the user has written: a size that does not fit, a dtype
+            # that an operation does not take. It is told with the node, for the traceback is our
+            # own.
             value = self.symbolic[node] = self._run(node)
         except Exception as error:
             has = "another value than before" if node in self.of else "no meta['val']"
@@ -170,6 +178,7 @@ class _Values:
     def _run(self, node: fx.Node) -> Any:
         """What a node makes of what it reads, with symbols for open sizes."""
         target: Any = node.target
+        # Symbols cost more than numbers: they are for programs with open sizes alone.
         is_open = bool(self.opened().sizes)
         read = self._open if is_open else self._read
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), read)

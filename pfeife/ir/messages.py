@@ -70,6 +70,8 @@ def messages(program: ProgramBase) -> tuple[Message, ...]:
         if node.target is not send:
             continue
         values, source, destination = node.args
+        # One receive for each send, and one part for each value of it: `verify` holds programs to
+        # that.
         (received,) = node.users
         copies = sorted(received.users, key=lambda copy: copy.args[1])
         readers = [calls[user.name] for copy in copies for user in copy.users if user.name in calls]
@@ -106,6 +108,7 @@ def origins(program: ProgramBase) -> dict[fx.Node, Origin]:
             continue
         read = node.args[0] if node.target is operator.getitem else None
         if isinstance(read, fx.Node) and read.target is receive:
+            #     a, b --> send((a, b), 0, 1) --> receive(send, 0, 1) --> getitem 0, of a
             value: Any = read.args[0].args[0][node.args[1]]  # type: ignore[union-attr, index]
             if value in origin_of:  # else an input that was sent
                 origin_of[node] = origin_of[value]._replace(sent=True)

@@ -32,6 +32,8 @@ def named_batch(program: ProgramBase, microbatch: Any, index: int = 0) -> dict[s
     ports = program.ports(Role.BATCH)
     if isinstance(microbatch, Counted):
         microbatch = microbatch.microbatch
+    # By name if it has all the names; a step that was captured with a dict of its own is cut as the
+    # capture saw it, by the order of the tensors in it.
     if isinstance(microbatch, Mapping) and all(port.fqn in microbatch for port in ports):
         values = [microbatch[port.fqn] for port in ports]
     else:
@@ -48,6 +50,8 @@ def named_batch(program: ProgramBase, microbatch: Any, index: int = 0) -> dict[s
     sizes = sizes_in(program, {**named, **stated_sizes})
     for port, value in zip(ports, values, strict=True):
         check_tensor(port, value, f"microbatch {index}, input {port.fqn}", sizes)
+    # A kernel, or a branch of Python, was chosen for the sizes of the capture: at sizes that break
+    # what was assumed then, the graph would compute something else without a word.
     broken = broken_limit(program, sizes)
     if broken:
         raise ValueError(

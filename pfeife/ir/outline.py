@@ -59,6 +59,8 @@ def inline(program: AProgram) -> tuple[AProgram, dict[str, Group]]:
         if node.op == "call_module":
             call = calls[node.name]
             body = program.body(call)
+            # A body that two calls share is copied twice; `copy.here` has the nodes of the last
+            # copy, so their groups are noted before the next call.
             results = copy.inline(body, copy.read(node.args))
             computing = (inner for inner in body.graph.nodes if inner.op.startswith("call"))
             groups.update({copy.here[n].name: Group(call.unit, call.kind) for n in computing})
@@ -103,6 +105,11 @@ class _Outliner:
         self.results = returned(flat.module)
         # Somebody has to own what the program returns, so that one rank hands it out.
         exported = {node.name for node in self.results.values()}
+        # Who computes what, for groups A and B and a node v named as a duplicate:
+        #
+        #     x -> a -> v -> b       a in A, b in B, v in neither (free): both bodies may have it
+        #     A(x) -> (a,)           v is a member where it is read, not where it was written
+        #     B(a) -> (b,)           B computes v of a for itself; of A it reads a alone
         self.free = {
             node
             for node in self.nodes
@@ -181,6 +188,8 @@ class _Outliner:
         for group, reads in self.reads.items():
             for node in reads:
                 source = self.group.get(node)
+                # A read from a later group would make a circle of calls: no order of them would
+                # run.
                 if source is not None and source.order > group.order:
                     raise ValueError(
                         f"{group} reads {node.name}, which {source} computes later "
@@ -217,6 +226,7 @@ def _looks(operation: Callable[..., Any]) -> bool:
 
 def viewed(node: fx.Node) -> fx.Node:
     """The node whose storage a chain of views looks at; the node itself if it is no view."""
+    # A view has its input first: what else it reads are sizes.
     while is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
@@ -250,6 +260,8 @@ def read_by_backwards(program: ProgramBase) -> frozenset[str]:
 def own_results(body: fx.GraphModule) -> frozenset[int]:
     """The results of a body that may be written to: an operation of torch's own made their storage
     in the body, no other result looks at it, and each of its elements stands there once."""
+    # A result that shares storage with another, or with an input, must not be written to: whoever
+    # has the other one would see it change.
     owners = [storage_owner(node) for node in returned(body)]
     looked = Counter(owners)
     return frozenset(

@@ -224,6 +224,8 @@ class ProgramBase:
 
     def ports(self, *roles: Role) -> tuple[Port, ...]:
         """The inputs and outputs of any of some roles, in their order."""
+        # A cache in a frozen class, which is sound as its fields never change: `attrs.evolve` makes
+        # another program, with a cache of its own.
         if roles not in self._by_roles:
             ports = (*self.inputs, *self.outputs)
             self._by_roles[roles] = tuple(port for port in ports if port.role in roles)

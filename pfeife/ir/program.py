@@ -106,6 +106,7 @@ def from_graph(module: fx.GraphModule) -> Program:
     copy = copied(module, output=False)
     output = output_node(module).args[0]
     values = output if isinstance(output, tuple | list) else (output,)
+    # A backward of AOTAutograd gives None for what needs no gradient.
     results = {f"result_{at}": node for at, node in enumerate(values) if node is not None}
     inputs = [_port(node.name, node, Role.BATCH) for node in copy.here if node.op == "placeholder"]
     outputs = [_port(name, node, Role.OUTPUT) for name, node in results.items()]

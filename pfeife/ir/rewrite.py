@@ -96,6 +96,8 @@ def edit(program: AProgram, change: Edit, of: Where = "bodies") -> AProgram:
         new: dict[int, fx.GraphModule] = {}  # calls may share a body
         for call in program.calls:
             body, target = program.body(call), str(program.node(call.node).target)
+            # By identity, once: a `change` that draws or counts would make two bodies of a shared
+            # one.
             new[id(body)] = new.get(id(body)) or _edited(body, change)
             _check_ends(call.node, body, new[id(body)])
             module.add_submodule(target, new[id(body)])

@@ -31,6 +31,8 @@ def seeded(operation: Any, index: int, seed: torch.Tensor, *args: Any, **kwargs:
         return operation(*args, **kwargs)
     generator = _default_generator(device)
     with _GENERATORS:
+        # Put back afterwards: what the user draws in between, from the same generator, is as
+        # without us.
         before = generator.get_state()
         try:
             generator.manual_seed(mix(int(seed), index))

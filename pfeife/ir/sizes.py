@@ -65,6 +65,7 @@ def numbers_of_sizes(program: AProgram, graph: fx.Graph, of_tensors: bool = Fals
     numbers: set[str] = set()
     for node in graph.nodes:
         read = [source.name for source in node.all_input_nodes]
+        # `x.item()` is a number too, but of data: it reads a tensor, which is in no such set.
         of_sizes = bool(read) and is_number(node) and numbers.issuperset(read)
         is_port = is_source(node) and node.name in sizes
         if of_sizes or is_port or (of_tensors and node.target is _SIZE):

@@ -38,6 +38,7 @@ def _problems(program: ProgramBase) -> Iterator[str]:
     yield from _wrong_bodies(program)
     yield from misplaced(program)
     yield from _wrong_sizes(program)
+    # Before messages are put in, calls read across ranks: that is what they are put in for.
     if any(node.target is send for node in program.module.graph.nodes):
         yield from _wrong_messages(program)
         yield from _misplaced_reads(program)
@@ -45,6 +46,7 @@ def _problems(program: ProgramBase) -> Iterator[str]:
 
 def _wrong_ports(program: ProgramBase) -> Iterator[str]:
     graph = program.module.graph
+    # Programs are called by position: ports in another order would be given each other's values.
     placeholders = [node.name for node in graph.nodes if node.op == "placeholder"]
     if placeholders != [port.name for port in program.inputs]:
         yield f"placeholders {placeholders} are not the input ports"
@@ -76,6 +78,7 @@ def _wrong_bodies(program: ProgramBase) -> Iterator[str]:
         broken = _lint(body)
         if broken is not None:
             yield f"the body of {node.name}: {broken}"
+        # State goes by ports alone: what a body held of its own nobody would train, move or save.
         held = [name for name, _ in (*body.named_parameters(), *body.named_buffers())]
         if held:
             yield f"the body of {node.name} keeps {held[0]} for itself"

@@ -59,6 +59,8 @@ class Bucket:
     def piece(self, replica: int) -> int:
         """How many elements each member of a replica adds up."""
         if self.owned:
+            # All of it on each member: the owners' sums are needed whole, where their optimizers
+            # are.
             return sum(self.elements[place] for place in self.share(replica))
         # equal pieces, rounded up: the gradients lie in a row, and a piece may begin within one
         return -(-sum(self.elements) // self.members)
@@ -121,6 +123,7 @@ def buckets_of(program: Program) -> tuple[Bucket, ...]:
     results = returned(program.module)
     first: dict[str, Port] = {}
     for port in program.ports(Role.GRADIENT):
+        # Parts of one gradient, by stages, have one shape and type: the first port stands for all.
         first.setdefault(port.fqn, port)
     together: dict[int | str, list[Reduction]] = {}
     for reduction in program.reductions:

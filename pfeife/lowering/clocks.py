@@ -58,6 +58,7 @@ class _Clocks:
                 assert action.peer is not None
                 return self.stage_ranks[action.peer]
             self._learn(rank, self.sent.pop(action))
+        # Counted after what it has learned: its own clock says how many actions are done.
         self.clocks[rank][rank] += 1
         return None
 

@@ -29,6 +29,7 @@ def check_coverage(schedule: Schedule, wiring: Wiring) -> None:
                     raise ValueError(f"rank {rank}: {action} does {name} a second time")
                 done.add((name, action.microbatch))
         wanted = [name for name, at in steps.rank_of.items() if at == rank]
+        # By number first: which one is missing is only looked for if one is.
         if len(done) != len(wanted) * schedule.microbatches:
             name, k = _missing(wanted, schedule.microbatches, done)
             raise ValueError(

@@ -187,6 +187,8 @@ class Envelope:
     def _packed(self, values: Tensors, piece: tuple[int, ...]) -> torch.Tensor:
         if len(piece) == 1:
             value, layout = values[piece[0]], self.layouts[piece[0]]
+            # Dense as captured: what travels is the value's own memory, so nobody may write to it
+            # yet.
             if value.stride() == layout.strides:
                 return layout.flat(value)
             return layout.flat(layout.empty(value.device).copy_(value))

@@ -82,6 +82,8 @@ def lower(schedule: Schedule, program: Program, *, overlap: bool = True) -> Sche
     comes before what it reads on its rank.
     """
     computing = schedule.computing()
+    # Stages that a plan has made no calls for (a schedule of more stages) are nobody's, and
+    # allowed.
     placed = {call.unit: call.rank for call in program.calls}
     if program.units > computing.stages:
         raise ValueError(f"{program.units} stages, but the schedule has {computing.stages}")
@@ -113,6 +115,12 @@ def insert_actions(
     rank. Those of several ranks come in one order on all of them, the last stage's first, and
     after a rank's own.
     """
+    # 1F1B of two stages on two ranks, microbatch 0; every line is one of the three steps below:
+    #
+    #     computing   0F0                 0B0          1F0 1B0
+    #     sends       0F0 0SEND_F0        0B0          1F0 1B0 1SEND_B0
+    #     receives    0F0 0SEND_F0  0RECV_B0 0B0       1RECV_F0 1F0 1B0 1SEND_B0
+    #     reductions  ...  0B0 0REDUCE_GRAD            ... 1SEND_B0 1REDUCE_GRAD
     sent, channels = _with_sends(schedule, _by_action(transfers, Transfer.made_by))
     read = _by_action(transfers, Transfer.read_by)
     together: dict[int, list[Reduction]] = {}

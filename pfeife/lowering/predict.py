@@ -75,6 +75,7 @@ def action_seconds(
             return reduced.get(action.stage, 0.0)
         first = action.microbatch == 0  # its gradients are the first of the sums
         key = (action.stage, action.do, first)
+        # All microbatches but the first take as long, so a step of thousands asks a few calls.
         if key not in computing:
             computing[key] = sum(
                 (call.seconds or 0.0) + (0.0 if first else call.accumulate_seconds)

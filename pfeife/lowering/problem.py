@@ -171,6 +171,7 @@ def peak_memory(problem: Problem, schedule: Schedule) -> tuple[float, ...]:
                 held += costs.saved
                 peak = max(peak, held)
             elif action.do.kind:
+                # What an action frees it still needs while it runs, so the peak is before.
                 held -= costs.freed(action.do)
         peaks.append(peak)
     return tuple(peaks)

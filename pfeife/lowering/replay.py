@@ -33,6 +33,7 @@ def replay(orders: Sequence[Sequence[Step]], advance: Callable[[int, Step], int 
         order, at, blocker = orders[rank], reached[rank], None
         while at < len(order) and (blocker := advance(rank, order[at])) is None:
             at += 1
+        # Only who waits for this rank is asked again: all ranks a round would be quadratic.
         if at > reached[rank]:
             reached[rank] = at
             ready.extend(waiting.pop(rank, ()))

@@ -21,6 +21,8 @@ def simulate(
     warning: its ranks may be independent."""
     run = _Run(schedule, seconds, overhead, occupied)
     replay(schedule.ranks, run.advance)
+    # In a second run: reductions run beside the rest and nothing of the step waits for them, so
+    # that the first one knows when each rank comes to them.
     replay(reduced(schedule), run.reduce)
     return Timeline(tuple(run.events))
 
@@ -57,6 +59,7 @@ class _Run:
             received = (action.stage, action.do, action.microbatch, action.peer)
             if received not in self.arrival:
                 return self.stage_ranks[action.peer]
+            # A rank that comes late finds the message there; what it takes of its own time stays.
             ready = max(start + self.occupied(action), self.arrival.pop(received))
             self.clock[rank] = ready + self.overhead
         elif action.do == Do.REDUCE_GRAD:

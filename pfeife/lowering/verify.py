@@ -36,6 +36,7 @@ def verify_schedule(
     if not any(a.do in SENDS or a.do in RECEIVES for rank in schedule.ranks for a in rank):
         for rank, actions in enumerate(schedule.ranks):
             _check_chain(rank, actions, stage_ranks)
+        # Without transfers neighbours on one rank are not seen by the run below: checked apart.
         moves = transfers(problem) if problem is not None else chain(schedule)
         _check_progress(insert_actions(schedule.computing(), moves), blocking)
     else:
@@ -81,6 +82,7 @@ def _check_counts(schedule: Schedule, stage_ranks: Sequence[int]) -> None:
     done: dict[tuple[int, int | None], set[Do]] = defaultdict(set)
     for action in (a for actions in schedule.computing().ranks for a in actions):
         done[action.stage, action.microbatch].add(action.do)
+    # A stage may run some microbatches whole and split others: each must be one of these.
     whole = [{Do.FORWARD, Do.BACKWARD}, {Do.FORWARD, Do.INPUT_BACKWARD, Do.WEIGHT_BACKWARD}]
     if all(kinds == {Do.FORWARD} for kinds in done.values()):
         whole = [{Do.FORWARD}]
@@ -205,6 +207,8 @@ def _check_progress(schedule: Schedule, blocking: bool) -> None:
             waiting = channels[peer_rank, rank]
             if not waiting:
                 return peer_rank
+            # Both ends of a channel match by order alone, as NCCL's do: another order hands out the
+            # wrong values where sizes agree, and hangs where they do not.
             if waiting[0] != action:
                 raise ValueError(
                     f"rank {rank} expects {action} from rank {peer_rank}, which sends "

@@ -133,6 +133,8 @@ class Wiring:
         state = self.program.ports(*STATE_ROLES)
         stays = {p.name for p in state if p.role != Role.BUFFER or p.fqn not in updated}
         stays |= {node.name for node in self.program.module.graph.nodes if node.op == "get_attr"}
+        # All microbatches touch the same names: each action is looked at once, not once a
+        # microbatch.
         touched: dict[Action, tuple[str, ...]] = {}
         last: dict[tuple[int | None, str], int] = {}
         for index, action in enumerate(actions):

@@ -64,6 +64,7 @@ def _cut(plan: Plan, program: Program) -> tuple[Pass, ...]:
     are_split = any(call.kind == Kind.INPUT_BACKWARD for call in program.calls)
     wanted = any(action.do == Do.INPUT_BACKWARD for rank in plan.schedule.ranks for action in rank)
     trains = any(call.kind != Kind.FORWARD for call in program.calls)
+    # A joined backward is split again by the same rule, so nothing else changes.
     if are_split and plan.recompute:
         return join_backward(), partition(plan), split_backward()
     if wanted and trains and not are_split:

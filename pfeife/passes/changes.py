@@ -112,6 +112,8 @@ def _cuts(program: Program) -> tuple[int, ...]:
     steps = [0] * (program.units + 1)
     for value, met in ends.items():
         # it crosses every border between the lowest and the highest unit that have to do with it
+        # A sum over borders of what begins to cross less what ends, rather than a loop over all
+        # borders of each value: a skip connection crosses most of them.
         steps[min(met)] += node_bytes(value)
         steps[max(met)] -= node_bytes(value)
     return tuple(accumulate(steps))[: max(0, program.units - 1)]

@@ -72,6 +72,8 @@ def record(
     history = [Recorded(start, program)]
     for done, pass_ in enumerate(passes):
         before = history[-1].program
+        # Verified one by one, so that an error names the pass that made it, not one that met it
+        # later.
         history.append(Recorded(pass_name(pass_), verify(pass_(before)), before, pass_))
         if progress:
             progress(done + 1, len(passes))

@@ -46,6 +46,8 @@ def defer_batch_norm() -> Pass:
         def whole(node: fx.Node, copy: Copy) -> fx.Node:
             new = copy.keep(node)
             if node in norms:
+                # With a momentum of 1 the running statistic of a microbatch is the microbatch's
+                # own.
                 arguments = {**_given(new), "momentum": 1.0}
                 new.args, new.kwargs = tuple(map(arguments.get, _names(node))), {}
             return new

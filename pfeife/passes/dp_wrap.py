@@ -39,6 +39,8 @@ def dp_wrap(mesh: Mesh, replicas: Replicas | None = None) -> Callable[[Program],
         trained = dict.fromkeys(port.fqn for port in program.ports(Role.GRADIENT))
         calls_of = holders(program)
         wrapped = attrs.evolve(program, replicas=mesh.replicas)
+        # Ranks that earlier programs train a parameter on stay, though this one may not use it
+        # there.
         within = {reduction.name: frozenset(reduction.ranks) for reduction in program.reductions}
         reductions = [
             attrs.evolve(
@@ -106,6 +108,8 @@ def _owned(
         for reduction in new
         if replicas.how == "shard" and not sizes.is_sparse(reduction.name)
     ]
+    # Largest first, each to the replica that has least (the LPT rule; Graham, 1969). It depends on
+    # names and sizes alone, so that every rank decides the same.
     for reduction in sorted(new, key=lambda reduction: -sizes.bytes[reduction.name]):
         counts = [sum(held[k, rank] for rank in reduction.ranks) for k in range(reduction.replicas)]
         assign(reduction, counts.index(min(counts)))
@@ -120,6 +124,8 @@ def _in_buckets(
     open_: dict[tuple, tuple[int, int]] = {}  # number and bytes
     count = 0
     for reduction in reductions:
+        # By what must be alike in one buffer: when it is due, who has parts, who gets the sum, the
+        # type.
         kind, size = sizes.kinds[reduction.name], sizes.bytes[reduction.name]
         key = (reduction.stages[0], reduction.ranks, reduction.owner is None, kind)
         number, filled = open_.get(key, (-1, 0))

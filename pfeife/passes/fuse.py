@@ -56,6 +56,8 @@ def _halves(flat: Program) -> tuple[list[fx.Node], list[fx.Node]]:
     for node in flat.module.graph.nodes:
         if is_source(node) or node.op == "output":
             continue
+        # AOTAutograd tags a backward's nodes; what others have put in between them has no tag, but
+        # depends on a tangent.
         tagged = node.meta.get("partitioner_tag") == "is_backward"
         if tagged or any(source in late for source in node.all_input_nodes):
             late.add(node)
@@ -195,5 +197,6 @@ def _backward_clusters(
         cluster_of[node] = by_origin if by_origin is not None else max(readers, default=last)
     for node in backward:
         sources = [cluster_of[source] for source in node.all_input_nodes if source in cluster_of]
+        # Lower is later: backwards run from the last cluster to the first.
         cluster_of[node] = min([cluster_of[node], *sources])
     return cluster_of

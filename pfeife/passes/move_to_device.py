@@ -63,6 +63,7 @@ def move_to_device(device: torch.device | str) -> Pass:
         target = torch.device(target.type, 0)
 
     def run(program: Program) -> Program:
+        # A program is moved whole: values that stayed behind would need copies that nobody planned.
         home = _home(program)
         if home == target:
             return program
@@ -221,6 +222,7 @@ class _Mover:
     def _value(self, node: fx.Node, operation: Any) -> Any:
         """A new node's value: on another device it may have another dtype or other strides."""
         old = node.meta.get("val")
+        # What data decide, and what has an effect, is not run: it stays as large as it was.
         if not _is_ruled(node, old):
             return self.value(node)
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.of.__getitem__)

@@ -49,6 +49,8 @@ class MovedAttention:
         if not isinstance(forward, fx.Node) or forward.target not in attention.SEEDS:
             raise ValueError("its forward is in another body: move the program before `fuse`")
         first = attention.by_name(forward.target, forward.args, forward.kwargs)
+        # The GPU's backward draws the dropout of its forward again: it is handed the seed and
+        # offset that the forward has drawn by, results that a CPU's forward has not.
         at = attention.SEEDS[forward.target]
         offset = self._result(saved, forward, at[1], "offset")
         seed = self._result(saved, forward, at[0], "seed")

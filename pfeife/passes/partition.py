@@ -45,6 +45,7 @@ def partition(plan: Plan) -> Callable[[Program], Program]:
                 f"this program has {program.units}"
             )
         flat, clusters = inline(program)
+        # A name that is gone would be sent after all: another plan than the one that was timed.
         unknown = sorted(set(plan.duplicated) - {node.name for node in flat.module.graph.nodes})
         if unknown:
             raise ValueError(
@@ -57,6 +58,8 @@ def partition(plan: Plan) -> Callable[[Program], Program]:
         exported = {node.name for node in returned(flat.module).values()}
         numbers = {node.name for node in flat.module.graph.nodes if is_number(node)}
         free = {*plan.duplicated, *views_of_inputs(flat), *numbers} - exported
+        # The order counts: sums are separated by the stages of their terms, which recomputation
+        # leaves as they are; what it adds are new nodes, that belong to backwards, and new views.
         _check_buffers(flat, groups, free)
         flat, groups = _separate_sums(flat, groups)
         flat, groups = recomputed(flat, groups, plan)
@@ -84,6 +87,7 @@ def _placed(call: Call, made_of: Mapping[tuple[Kind, int], Sequence[Call]], plan
     return attrs.evolve(
         call,
         rank=plan.stage_ranks[call.unit],
+        # One call without costs makes the sum no time at all: None, not less.
         seconds=sum(seconds) + extra if len(seconds) == len(within) else None,
         accumulate_seconds=sum(c.accumulate_seconds for c in within),
         inside_bytes=max((c.inside_bytes for c in computed), default=0),

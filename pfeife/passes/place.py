@@ -27,6 +27,7 @@ def place(devices: Sequence[torch.device | str]) -> Callable[[Program], Program]
                 f"{len(places)} devices do not place {beyond or 'a flat program'}: partition the "
                 "program first and give every rank a device"
             )
+        # A plain node between calls has no rank, so no device: as a part of a body it has.
         program = absorb(program)
         ranks = {call.node: call.rank or 0 for call in program.calls}
 

@@ -92,5 +92,6 @@ def _is_dense(node: fx.Node) -> bool:
 
 def _cast(node: fx.Node, dtype: torch.dtype) -> fx.Node:
     cast = node.graph.call_function(torch.ops.aten._to_copy.default, (node,), {"dtype": dtype})
+    # The line of the model and the tag of a backward go along; `settle` tells the value anew.
     cast.meta = {name: value for name, value in node.meta.items() if name not in ("val", "sizes")}
     return cast

@@ -28,6 +28,8 @@ def recomputed(
     """
     if not plan.recompute:
         return flat, dict(groups)
+    # Dead code is what the forwards computed for the backwards alone; an updated buffer that is
+    # read by nothing else then has no reader from which the runtime would know its old value.
     again = _Again(_named(flat, groups, plan), groups)
     copy = copied(flat.module, again.written)
     copy.graph.eliminate_dead_code(has_effects)

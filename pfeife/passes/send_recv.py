@@ -82,6 +82,7 @@ class _Sender:
         for value in node.all_input_nodes if rank is not None else ():
             if (self.maker.get(value), rank) in self.waiting:
                 self._receive(self.maker[value], rank, copy)  # type: ignore[arg-type]
+        # Inputs and values of its own rank have not arrived: they are read as they are.
         new = copy.keep(node, read=lambda value: self.arrived.get((value, rank), copy.here[value]))
         # `program.calls` go by the names of their nodes
         assert rank is None or new.name == node.name
@@ -123,5 +124,6 @@ def reduction_of(
 ) -> Reduction:
     """The reduction of one gradient over all ranks whose calls use the parameter, and `others`."""
     ranks = tuple(sorted({*others, *(call.rank for call in calls if call.rank is not None)}))
+    # Stages that only read the parameter in a forward add nothing: the reduction need not wait.
     late = {call.unit for call in calls if call.kind != Kind.FORWARD}
     return Reduction(name, ranks, tuple(sorted(late)), replicas)

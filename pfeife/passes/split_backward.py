@@ -63,6 +63,7 @@ def _with_costs(program: Program, before: Program) -> Program:
         if len(whole) < len(seconds):
             continue
         work = [sum(graph_flops(program.body(call).graph).values()) for call in parts]
+        # A kernel's time is not known by its operations, but their ratio is the best that is.
         shares = (
             [flops / sum(work) for flops in work] if any(work) else [1 / len(parts)] * len(parts)
         )
@@ -102,6 +103,16 @@ def _needed_early(flat: Program, groups: dict[str, Group]) -> set[str]:
 
     Both sweeps go from the readers to what they read, so each node is looked at once.
     """
+    # A stage of two linear layers, of which the gradient of x is waited for; w1 and w2 are its own:
+    #
+    #     g ---> d2 = g @ w2.T ---> d1 = d2 @ w1.T ---> to the stage before    input-backward
+    #     |      |
+    #     |      +-> grad w1 = x.T @ d2                                        weight-backward
+    #     +--------> grad w2 = h.T @ g                                         weight-backward
+    #
+    # On the first stage nobody waits for d1, and it is not computed at all. d2 leads to one
+    # gradient only, so there both are late; with a third layer below, d2 leads to two, and is
+    # early.
     gradients = {port.name for port in flat.ports(Role.GRADIENT)}
     waited_for: set[fx.Node] = set()
     gradient_names: dict[fx.Node, set[str]] = {}

@@ -50,6 +50,7 @@ def check_pass(
     result = settle(verify(result))
     assert fingerprint(pass_(program)) == fingerprint(result), "two runs gave two programs"
     for step in (microbatches, *others):
+        # Bit for bit: what rounding hides, such as a microbatch taken twice by a mean, bits show.
         expected = evaluate(program, state, step)
         assert_same(expected, evaluate(result, state, step), rounding, within=within)
         for microbatch in step if result.ports(Role.SIZE) else ():
@@ -141,6 +142,7 @@ def eager_accumulation(
 
     The model's gradients and buffers are put back afterwards.
     """
+    # Batch norms change their buffers in the forward, and the next comparison starts from the same.
     before = copy.deepcopy(model.state_dict())
     old_gradients = {parameter: parameter.grad for parameter in model.parameters()}
     model.zero_grad(set_to_none=True)

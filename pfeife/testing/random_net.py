@@ -37,6 +37,8 @@ class RandomNet(nn.Module):
         self.modules_of = nn.ModuleDict()
         for index, layer in enumerate(layers):
             if layer.operation in made:
+                # A linear layer has two sizes, a norm one; all values have one shape, so any may
+                # follow any.
                 sizes = (self.width,) * (2 if layer.operation == "linear" else 1)
                 self.modules_of[str(index)] = made[layer.operation](*sizes)
 

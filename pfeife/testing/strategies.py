@@ -58,6 +58,7 @@ def plans(
     At most `largest` stages, on `ranks` ranks or on any number. A program that cannot be cut
     into enough stages is not drawn.
     """
+    # A border inside of a buffer's update is refused by `partition`: such plans are not drawn.
     blocked = blocked_borders(program)
     borders = [border for border in range(1, program.units) if border not in blocked]
     assume(len(borders) >= (ranks or 1) - 1)
