@@ -111,7 +111,7 @@ def _unjoinable(captured: Captured, port: Port) -> str:
 
 
 def join(port: Port, values: list[torch.Tensor], divided: Sequence[Divisor]) -> torch.Tensor:
-    """A result of the whole batch; `divided` are its divisors (`evaluate.divisors`)."""
+    """A result of the whole batch; `divided` are its divisors (`combine.divisors`)."""
     if port.batch_dim is not None:
         return torch.cat(values, port.batch_dim)
     if len(values) == 1 or port.reduction in ("same", "last"):

@@ -173,7 +173,7 @@ class Tracked:
     """A batch norm that tracks all microbatches of a step: the names of its running mean and
     variance, and of the buffer that counts the batches. Their updates are what a microbatch has
     found of its own, of so many `elements` a channel (perhaps an expression of size ports); the
-    step puts them together at its end, see `ir.statistics`. Without a `momentum` it is one over
+    step puts them together at its end, see `ir.combine`. Without a `momentum` it is one over
     that count."""
 
     mean: str

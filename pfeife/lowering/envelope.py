@@ -42,7 +42,9 @@ class Layout:
         """The same values without gaps, in the same order."""
         # empty_like keeps the order of strides and leaves no gaps; nothing is allocated on meta
         meta = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
-        return attrs.evolve(self, strides=torch.empty_like(meta).stride())
+        # Twice: of strides with gaps torch may leave a stride of a size of 1 that it would not leave
+        # itself, and then both ends, of which one does this once more, would have other strides.
+        return attrs.evolve(self, strides=torch.empty_like(torch.empty_like(meta)).stride())
 
     @cached_property
     def bytes(self) -> int:
