@@ -34,7 +34,7 @@ def settle(program: AProgram) -> AProgram:
     an effect is run for that, nor a function of Python that nobody reads. Raises ValueError for a
     node whose value is not to be found, as where data decide its size.
     """
-    bodies = {str(program.node(call.node).target): program.body(call) for call in program.calls}
+    bodies = program.bodies
     opened = functools.cache(lambda: _torch.OpenValues(captured_sizes(program)))
     # Told once: two copies of a shared body would no longer be shared.
     distinct = {id(body): body for body in bodies.values()}  # calls may share one

@@ -263,6 +263,11 @@ class ProgramBase:
         """How many clusters or stages the program is made of."""
         return 1 + max((call.unit for call in self.calls), default=-1)
 
+    @property
+    def bodies(self) -> dict[str, fx.GraphModule]:
+        """The bodies by the targets of their calls; calls may share one."""
+        return {str(self.node(call.node).target): self.body(call) for call in self.calls}
+
     def body(self, call: Call) -> fx.GraphModule:
         """The graph module that a call runs."""
         body = self.module.get_submodule(str(self.node(call.node).target))

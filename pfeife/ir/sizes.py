@@ -132,7 +132,6 @@ def resized(program: AProgram, sizes: Mapping[str, int]) -> AProgram:
     capture."""
     if not program.ports(Role.SIZE) or dict(sizes) == captured_sizes(program):
         return program
-    bodies = {str(program.node(call.node).target): program.body(call) for call in program.calls}
 
     def anew(module: fx.GraphModule) -> Copy:
         return _resized(module, sizes, numbers_of_sizes(program, module.graph, of_tensors=True))
@@ -142,7 +141,7 @@ def resized(program: AProgram, sizes: Mapping[str, int]) -> AProgram:
         for ports in (program.inputs, program.outputs)
     )
     calls = anew(program.module)
-    calls.held.update({at: anew(body).module() for at, body in bodies.items()})
+    calls.held.update({at: anew(body).module() for at, body in program.bodies.items()})
     return attrs.evolve(program, module=calls.module(), inputs=inputs, outputs=outputs)
 
 

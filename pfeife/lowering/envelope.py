@@ -42,8 +42,8 @@ class Layout:
         """The same values without gaps, in the same order."""
         # empty_like keeps the order of strides and leaves no gaps; nothing is allocated on meta
         meta = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
-        # Twice: of strides with gaps torch may leave a stride of a size of 1 that it would not leave
-        # itself, and then both ends, of which one does this once more, would have other strides.
+        # Twice: of strides with gaps torch may give a size of 1 a stride that it changes when it
+        # makes the result dense again, as the other end of a message does.
         return attrs.evolve(self, strides=torch.empty_like(torch.empty_like(meta)).stride())
 
     @cached_property

@@ -62,15 +62,13 @@ def action_seconds(
     """How long every action of a program takes; for a send, its transfer."""
     check_costs(program)
     wiring = Wiring(program)
-    transfers = {
-        _key(sent): times.arriving for sent, times in travels(program, machine, network).items()
-    }
+    sent = {_key(send): taken for send, taken in travels(program, machine, network).items()}
     computing: dict[tuple, float] = {}
     reduced = reduction_seconds(program, _slowest(machine, between or network))
 
     def seconds_of(action: Action) -> float:
         if action.do in SENDS:
-            return transfers[_key(action)]
+            return sent[_key(action)].arriving
         if action.do == Do.REDUCE_GRAD:
             return reduced.get(action.stage, 0.0)
         first = action.microbatch == 0  # its gradients are the first of the sums

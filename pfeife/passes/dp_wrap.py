@@ -102,11 +102,12 @@ def _owned(
         # it stays where its optimizer state is; the new ones even out the bytes
         if (owner := owners[reduction.name]) is not None:
             assign(reduction, owner)
-    new = [reduction for reduction in reductions if reduction.name not in replicas.owners]
     new = [
         reduction
-        for reduction in new
-        if replicas.how == "shard" and not sizes.is_sparse(reduction.name)
+        for reduction in reductions
+        if replicas.how == "shard"
+        and reduction.name not in replicas.owners
+        and not sizes.is_sparse(reduction.name)
     ]
     # Largest first, each to the replica that has least (the LPT rule; Graham, 1969). It depends on
     # names and sizes alone, so that every rank decides the same.
