@@ -169,7 +169,9 @@ class CompiledStep:
     ) -> Exception:
         """What to say of an error before anything has run, once all ranks know that there is one
         (collective). Arguments that the step does not take explain any other error."""
-        refusal = self.cutter.mismatch(args, kwargs) or plain_error(error)
+        # Where rank 0 alone has the batch, others call the step with nothing.
+        own = world is None or world.rank == 0 or self.backend.options.batch != "rank0"
+        refusal = (self.cutter.mismatch(args, kwargs) if own else None) or plain_error(error)
         if world:  # the others are told, and raise it too
             refusal = wrong_norms(modules_of(self.step), world.size) or refusal
             with contextlib.suppress(CollectiveError):

@@ -72,10 +72,9 @@ class Action:
         return f"{self.stage}{self.do}{'' if self.microbatch is None else self.microbatch}{peer}"
 
 
-_ACTION = re.compile(
-    r"(\d{1,18})(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD|F|B|I|W)(\d{0,18})(?:@(\d{1,18}))?",
-    re.ASCII,
-)
+# The longer names first: B would be found at the beginning of what follows it.
+_DO = "|".join(sorted(Do, key=len, reverse=True))
+_ACTION = re.compile(rf"(\d{{1,18}})({_DO})(\d{{0,18}})(?:@(\d{{1,18}}))?", re.ASCII)
 
 
 def parse_action(text: str) -> Action:

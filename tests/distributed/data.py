@@ -268,6 +268,11 @@ def a_loader_that_ends_fails_or_is_slow() -> None:
     calls = [lambda: step(**one), lambda: next(iter(pfeife.from_rank0([1])))]
     refused("rank 1 is at the next batch of from_rank0", calls[RANK])
     step(**one)
+    # What is wrong with the batch of rank 0 is said on all ranks, not that the others have none.
+    alone = pfeife.compile(model, microbatches=4, batch="rank0", fit_smaller_batches=False)
+    alone(**({} if RANK else one))
+    odd = {n: v[:3] if isinstance(v, torch.Tensor) else v for n, v in one.items()}
+    refused("a batch of 3 rows does not divide", lambda: alone(**({} if RANK else odd)))
 
 
 @row(ranks=(2,))

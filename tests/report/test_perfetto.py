@@ -10,6 +10,9 @@ import pfeife
 from pfeife import report, sched
 from pfeife.data.schedule import RECEIVES, SENDS, Do, Schedule
 from pfeife.lowering.simulate import simulate
+from pfeife.report.perfetto import _COLOURS as TRACE_COLOURS
+from pfeife.report.spans import _WORDS, COLOURS, What
+from pfeife.runtime import failure
 
 NEEDED = {
     "X": {"name", "cat", "ph", "pid", "tid", "ts", "dur"},
@@ -81,3 +84,9 @@ def test_reductions_have_rows_of_their_own():
     assert set(names.values()) == {"actions", "reductions"}
     for one in trace["X"]:
         assert ("REDUCE" in one["name"]) == (names[one["pid"], one["tid"]] == "reductions")
+
+
+def test_every_action_has_words_and_colours():
+    """Where an action is told and drawn: whoever adds one finds them here."""
+    assert {*failure._WORDS} == {*_WORDS} == {*Do}
+    assert {*COLOURS} == {*TRACE_COLOURS} == {*What}
