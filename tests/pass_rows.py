@@ -11,7 +11,7 @@ from torch import fx
 
 import pfeife
 from pfeife.ir.rewrite import Operation
-from pfeife.passes import join_backward
+from pfeife.passes import join_backward, merge_collectives, shard
 from pfeife.testing import plans, tied_across
 
 # A pass, and the gradients that it may change by rounding (None: everything).
@@ -91,12 +91,38 @@ def with_plain_nodes(program: pfeife.Program, _: int) -> st.SearchStrategy[Drawn
     return st.sets(st.integers(0, 3)).map(lambda chosen: (negated_twice(chosen), ()))
 
 
+def over_members(program: pfeife.Program, microbatches: int) -> st.SearchStrategy[Drawn]:
+    """Some parameters cut along any dimensions: sums that are cut are rounded otherwise."""
+    if program.ports(pfeife.Role.SIZE):
+        return exactly(lambda program: program)
+
+    def sharded(drawn: tuple[int, dict[str, int]]) -> Drawn:
+        members, dims = drawn
+        places = {
+            port.fqn: dims[port.fqn]
+            for port in program.ports(pfeife.Role.PARAMETER)
+            if dims[port.fqn] < len(port.shape) and not port.shape[dims[port.fqn]] % members
+        }
+        return shard(places, members, unknown="gather"), None
+
+    names = [port.fqn for port in program.ports(pfeife.Role.PARAMETER)]
+    dims = st.fixed_dictionaries(dict.fromkeys(names, st.sampled_from([0, 1, 9])))
+    return st.tuples(st.sampled_from([2, 3]), dims).map(sharded)
+
+
+def merged(program: pfeife.Program, _: int) -> st.SearchStrategy[Drawn]:
+    """Sums over members are added in another order."""
+    return st.just((merge_collectives(), None if program.members > 1 else ()))
+
+
 PLAIN = Row("plain nodes", with_plain_nodes, sometimes=True)
 MOVED = Row("move_to_device", there_and_back, sometimes=True)
 SPLIT = Row("split_backward", lambda program, _: exactly(pfeife.split_backward()), sometimes=True)
 
 ROWS = (
     MOVED,
+    Row("shard", over_members, sometimes=True),
+    Row("merge_collectives", merged),
     Row("fuse", lambda program, _: exactly(pfeife.fuse())),
     SPLIT,  # of clusters
     Row("join_backward", lambda program, _: exactly(join_backward()), sometimes=True),

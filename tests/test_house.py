@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = [
     "_torch version",
     "ir",
-    "data",
+    "data factors",
     "frontend lowering compilers passes",
     "runtime",
     "cost",

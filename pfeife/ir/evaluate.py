@@ -19,6 +19,7 @@ from pfeife.ir.combine import (
     tracked,
     tracked_names,
 )
+from pfeife.ir.members import Each, lockstep
 from pfeife.ir.microbatch import check_tensor, named_batch, sizes_of, step_inputs
 from pfeife.ir.parts import STATE_ROLES, Port, ProgramBase, Role
 
@@ -167,6 +168,35 @@ def averaged(
     )
 
 
+def _run(program: ProgramBase, values: Sequence[Any]) -> Mapping[str, torch.Tensor]:
+    """The results of a microbatch, by the names of the output ports, of the values of the inputs:
+    all of them whole, also of a program for members. Raises ValueError if these disagree about what
+    all of them should have."""
+    if program.members == 1:
+        results: Mapping[str, torch.Tensor] = program.module(*values)
+        return results
+    parts = [
+        Each((value,) * program.members if port.split is None else tuple(port.split.parts(value)))
+        for port, value in zip(program.inputs, values, strict=True)
+    ]
+    of_members = lockstep(program.module, parts).values
+    return {
+        port.name: _whole(port, [own[port.name] for own in of_members]) for port in program.outputs
+    }
+
+
+def _whole(port: Port, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    if port.split is not None:
+        return port.split.join(parts)
+    for value in parts[1:]:
+        if not torch.allclose(value, parts[0], rtol=0.0, atol=0.0, equal_nan=True):
+            raise ValueError(
+                f"the members of the program have different values of {port.role} {port.fqn}, "
+                "which is not cut: a sum of their parts is missing"
+            )
+    return parts[0]
+
+
 def _one_pipeline(
     program: ProgramBase,
     state: State,
@@ -189,7 +219,7 @@ def _one_pipeline(
         output_tangents = tangents[index] if tangents is not None else None
         values = held | arriving[index] | step_inputs(program, batch, index, seed, output_tangents)
         with torch.no_grad(), _torch.no_autocast():
-            result = dict(program.module(*(values[port.name] for port in program.inputs)))
+            result = dict(_run(program, [values[port.name] for port in program.inputs]))
         # the next microbatch reads what this one has written
         held |= {slots[port.fqn]: result[port.name] for port in updates}
         for port in program.ports(Role.GRADIENT):  # not kept: each is as large as the model

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from pfeife import _torch
+from pfeife.ir.members import Split
 
 
 class Role(StrEnum):
@@ -65,7 +66,8 @@ class Port:
     `is_sized_by_data`), `shape` is the most that it can be. Where the sizes of the batch decide it,
     `sizes` has its sizes as expressions of the names of the size ports, and `shape` those for which
     the program was planned. A parameter that is `held` in a wider type by who runs the program
-    (master weights) is cast to its `dtype` once a step.
+    (master weights) is cast to its `dtype` once a step. Of a value that is `split` over the members
+    of a group, `shape` is that of one member's part.
     """
 
     name: str
@@ -80,6 +82,7 @@ class Port:
     sized_by_data: bool = False
     held: torch.dtype | None = None
     sizes: tuple[_torch.Size, ...] | None = None
+    split: Split | None = None
 
     @property
     def fqn(self) -> str:
@@ -114,6 +117,7 @@ class Port:
         by = f" by count {', '.join(map(str, self.counts))}" if self.counts else ""
         how = f" {self.reduction}{by}" if self.reduction else ""
         how += f" of {self.held}".replace("torch.", "") if self.held else ""
+        how += f", {self.split}" if self.split else ""
         return f"{self.name}: {self.role} {self.fqn}{tied} {dtype} {dims} {self.device}{how}"
 
 
@@ -203,7 +207,8 @@ class ProgramBase:
     happens to gradients once a step, and `replicas` over how many pipelines the microbatches
     are spread. `counts` are what the results' means are weighted by. `premises` are what a trace of
     the step has taken for granted; its answers are printed. (Dynamo has guards.) `limits` are what
-    was assumed of the values of size ports: expressions of their names that are true.
+    was assumed of the values of size ports: expressions of their names that are true. With several
+    `members` it is the program of one of a group that shares the work, see `ir.members`.
     """
 
     module: fx.GraphModule
@@ -216,6 +221,7 @@ class ProgramBase:
     tracked: tuple[Tracked, ...] = ()
     premises: tuple[Assumption, ...] = attrs.field(default=(), repr=False)
     limits: tuple[Any, ...] = ()
+    members: int = 1
 
     @cached_property
     def _by_roles(self) -> dict[tuple[Role, ...], tuple[Port, ...]]:

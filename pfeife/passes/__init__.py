@@ -1,10 +1,10 @@
 """Passes: each a factory that binds its options and returns a function of a program.
 
 Read them as a program meets them: `precision`, `defer_batch_norm` and `move_to_device` (if asked
-for; `moved_attention` is a part of the last), `fuse`, `annotate`, `partition`, `split_backward`,
-`send_recv`, `dp_wrap`, `place`; `recompute` is a part of `partition`, `compose` puts passes
-together and keeps what each has made, `apply` puts those together that a plan decides, `changes`
-says what one has changed.
+for; `moved_attention` is a part of the last), `shard` and `merge_collectives`, `fuse`, `annotate`,
+`partition`, `split_backward`, `send_recv`, `dp_wrap`, `place`; `recompute` is a part of
+`partition`, `compose` puts passes together and keeps what each has made, `apply` puts those
+together that a plan decides, `changes` says what one has changed.
 """
 
 from pfeife.ir.absorb import absorb
@@ -15,11 +15,13 @@ from pfeife.passes.compose import History, Pass, compose, record
 from pfeife.passes.defer_batch_norm import defer_batch_norm
 from pfeife.passes.dp_wrap import dp_wrap
 from pfeife.passes.fuse import fuse
+from pfeife.passes.merge_collectives import merge_collectives
 from pfeife.passes.move_to_device import move_to_device
 from pfeife.passes.partition import partition
 from pfeife.passes.place import place
 from pfeife.passes.precision import accumulate_in, master_weights
 from pfeife.passes.send_recv import insert_send_recv
+from pfeife.passes.shard import shard
 from pfeife.passes.split_backward import join_backward, split_backward
 
 __all__ = [
@@ -38,11 +40,13 @@ __all__ = [
     "insert_send_recv",
     "join_backward",
     "master_weights",
+    "merge_collectives",
     "move_to_device",
     "partition",
     "passes_of",
     "place",
     "record",
+    "shard",
     "split_backward",
     "totals",
 ]

@@ -92,6 +92,8 @@ def _is_name(text: str) -> bool:
 def store(program: Program, key: str) -> StoredProgram:
     """A flat program as data. Raises ValueError for one with something in it that has no spelling:
     an operation of others, a graph within the graph, a large constant."""
+    if program.members > 1:
+        raise ValueError("a program for members of a group is not stored; store the one before")
     texts: dict[str, int] = {}
 
     def text(value: Any) -> int:

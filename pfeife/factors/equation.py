@@ -1,0 +1,210 @@
+"""An operation as an equation of factors: "b s h, o h -> b s o"."""
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import fx
+
+from pfeife.factors.recipes import Recipe
+from pfeife.ir.nodes import value_of
+from pfeife.ir.seeding import seeded
+
+Label = Hashable
+Dims = tuple[tuple[Label, ...], ...]  # of a tensor: the factors of each dimension, the outer first
+_NONE: frozenset[Label] = frozenset()
+
+
+class NoRule(Exception):
+    """Raised where nothing is known of an operation."""
+
+
+@attrs.frozen
+class Place:
+    """Where a factor begins: in a dimension, of which it is inside of so many blocks."""
+
+    dim: int
+    before: int = 1
+
+
+@attrs.frozen
+class Equation:
+    """The factors of one operation, each with its size.
+
+        reshape     [4, 6] -> [24]       (a)(b) -> (a b)
+        mm          [n, k] [k, m]        (n)(k), (k)(m) -> (n)(m)      a sum over k
+
+    `operands` are the tensors that it reads, in the order of its arguments, `results` those that
+    it gives. What is computed along a factor that is `whole` needs all of it. `sums` has, for each
+    result, the factors over which it is a sum: cut there, every member has a part of it (of a mean,
+    if it `averages`). A result without a factor that it is no sum over does not depend on where
+    that is cut. `shape` names the argument that says the shape of the result, `counts` those that
+    count the elements of a factor. A sum to which something is added once is `apart` what computes
+    the sum alone of the other operands; the first one is added. Some that is `whole` has one of the
+    `recipes` by which members do it together.
+    """
+
+    sizes: Mapping[Label, int]
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    whole: frozenset[Label] = _NONE
+    sums: tuple[frozenset[Label], ...] = ()
+    averages: bool = False
+    shape: str | None = None
+    counts: Mapping[str, Label] = attrs.field(factory=dict)
+    apart: Callable[..., Any] | None = None
+    recipes: Mapping[Label, Recipe] = attrs.field(factory=dict)
+
+    def can_cut(self, label: Label, members: int) -> bool:
+        """Whether every member can compute its part along a factor."""
+        together = label not in self.whole or label in self.recipes
+        return together and self.sizes[label] % members == 0
+
+    def at(self, dims: Dims, place: Place) -> "tuple[Equation, Label] | None":
+        """The factor that begins at a place of one of its tensors, and the equation that has it:
+        a factor may have to be taken apart for it.
+
+            (b)(n)      with n of 8, from dimension 1 after 2      (b)(n0 n1) of 2 and 4
+        """
+        outer = 1
+        for label in dims[place.dim]:
+            size = self.sizes[label]
+            if outer == place.before:
+                return self, label
+            first = place.before // outer
+            if first < size and first * outer == place.before and size % first == 0:
+                return None if label in self.whole else (self._apart(label, first), (label, 1))
+            outer *= size
+        return None
+
+    def _apart(self, label: Label, first: int) -> "Equation":
+        """The equation in which a factor is two."""
+        two = ((label, 0), (label, 1))
+        sizes = {key: size for key, size in self.sizes.items() if key != label}
+        sizes |= dict(zip(two, (first, self.sizes[label] // first), strict=True))
+
+        def taken_apart(tensors: tuple[Dims, ...]) -> tuple[Dims, ...]:
+            return tuple(
+                tuple(
+                    tuple(part for key in dim for part in (two if key == label else (key,)))
+                    for dim in dims
+                )
+                for dims in tensors
+            )
+
+        return attrs.evolve(
+            self,
+            sizes=sizes,
+            operands=taken_apart(self.operands),
+            results=taken_apart(self.results),
+            sums=tuple(summed | {*two} if label in summed else summed for summed in self.sums),
+            counts={n: two[1] if key == label else key for n, key in self.counts.items()},
+        )
+
+    def place(self, dims: Dims, label: Label) -> Place | None:
+        """Where a factor is in one of its tensors."""
+        for at, dim in enumerate(dims):
+            if label in dim:
+                outer = dim[: dim.index(label)]
+                return Place(at, math.prod(self.sizes[key] for key in outer))
+        return None
+
+
+@attrs.frozen(eq=False)
+class Operation:
+    """A node with its arguments by the names of the schema."""
+
+    node: fx.Node
+    arguments: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """What it is called, without its overload."""
+        target: Any = self.node.target
+        return str(target).split(".")[1] if hasattr(target, "_schema") else str(target)
+
+    @property
+    def operands(self) -> list[fx.Node]:
+        """The tensors that it reads, in the order of its arguments, each as often as it is read."""
+        nodes: list[fx.Node] = []
+        fx.node.map_arg((self.node.args, self.node.kwargs), nodes.append)
+        return nodes
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Those of its operands."""
+        return [shape_of(node) for node in self.operands]
+
+    @property
+    def results(self) -> list[tuple[int, ...]]:
+        """The shapes of what it gives; () for what is no tensor."""
+        value = self.node.meta.get("val")
+        values = value if isinstance(value, list | tuple) else [value]
+        return [tuple(each.shape) if isinstance(each, torch.Tensor) else () for each in values]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of the operand with a name."""
+        return shape_of(self.arguments[name])
+
+
+Rule = Callable[[Operation], Equation]
+
+
+def shape_of(node: Any) -> tuple[int, ...]:
+    """The shape of what a node computes. Raises NoRule for no tensor."""
+    value = value_of(node) if isinstance(node, fx.Node) else None
+    if value is None:
+        raise NoRule
+    return tuple(value.shape)
+
+
+def bound(node: fx.Node) -> dict[str, Any]:
+    """A node's arguments by the names in its operator's schema, defaults included. Raises NoRule
+    for what has none."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or node.target is seeded:
+        raise NoRule
+    arguments = {}
+    for index, argument in enumerate(schema.arguments):
+        value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+        default = argument.default_value if argument.has_default_value() else None
+        arguments[argument.name] = default if value is None else value
+    return arguments
+
+
+def labelled(labels: Iterable[Label], shape: Sequence[int]) -> Dims:
+    """One factor for each dimension, none for those of size 1, along which it is broadcast."""
+    pairs = zip(labels, shape, strict=True)
+    return tuple((label,) if size != 1 else () for label, size in pairs)
+
+
+def equation(
+    operation: Operation,
+    operands: Sequence[Sequence[Label]],
+    results: Sequence[Sequence[Label]],
+    whole: Iterable[Label] = (),
+    shape: str | None = None,
+) -> Equation:
+    """The equation in which each dimension is a factor of its own, by its label.
+
+    What is not in a result is summed there, but for what is `whole`.
+    """
+    sizes: dict[Label, int] = {}
+    shapes = [*operation.shapes, *operation.results[: len(results)]]
+    for labels, dims in zip((*operands, *results), shapes, strict=True):
+        if len(labels) != len(dims):
+            raise NoRule
+        for label, size in zip(labels, dims, strict=True):
+            if size != 1 and sizes.setdefault(label, size) != size:
+                raise NoRule
+    first = tuple(
+        labelled(labels, dims) for labels, dims in zip(operands, operation.shapes, strict=True)
+    )
+    second = tuple(map(labelled, results, operation.results[: len(results)]))
+    read = {label for dims in first for dim in dims for label in dim}
+    sums = tuple(
+        frozenset(read - {label for dim in dims for label in dim} - {*whole}) for dims in second
+    )
+    return Equation(sizes, first, second, frozenset(whole) & sizes.keys(), sums, shape=shape)

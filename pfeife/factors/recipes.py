@@ -1,0 +1,122 @@
+"""Operations along a dimension of which they need all, done on parts of it: the vocabulary of an
+embedding, and of a cross entropy, whose logits nobody gathers (Shoeybi et al. 2019, section 3).
+
+A recipe makes nodes for one member by `make(target, *args)`, of the arguments of the operation as
+this one has them. Each of its sums and maxima is over all members.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import fx
+
+from pfeife.ir.members import all_reduce, member
+
+aten = torch.ops.aten
+Make = Callable[..., fx.Node]
+
+
+@attrs.frozen(eq=False)
+class Part:
+    """What a member has of an operation: its `arguments` by their names in the schema, `size`
+    elements of what is cut over the `members`, and the type of the result."""
+
+    arguments: Mapping[str, Any]
+    size: int
+    members: int
+    dtype: torch.dtype
+
+
+Recipe = Callable[[Make, Part], Any]  # gives a node, or a tuple of them
+
+
+def softmax(make: Make, part: Part) -> fx.Node:
+    """exp(x - max) / sum of these."""
+    exponentials, total = _exponentials(make, part)[1:]
+    return make(aten.div.Tensor, exponentials, total)
+
+
+def log_softmax(make: Make, part: Part) -> fx.Node:
+    """x - max - log of the sum of exp(x - max)."""
+    shifted, _, total = _exponentials(make, part)
+    return make(aten.sub.Tensor, shifted, make(aten.log.default, total))
+
+
+def _exponentials(make: Make, part: Part) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """x - max, exp of it, and the sum of that along the dimension."""
+    x, dim = part.arguments["self"], part.arguments["dim"]
+    largest = make(all_reduce, make(aten.amax.default, x, [dim], True), part.members, "max")
+    shifted = make(aten.sub.Tensor, x, largest)
+    exponentials = make(aten.exp.default, shifted)
+    total = make(aten.sum.dim_IntList, exponentials, [dim], True)
+    return shifted, exponentials, make(all_reduce, total, part.members)
+
+
+def softmax_backward(make: Make, part: Part) -> fx.Node:
+    """y (g - sum of g y)."""
+    gradient, y = part.arguments["grad_output"], part.arguments["output"]
+    weighted = make(aten.mul.Tensor, gradient, y)
+    total = make(aten.sum.dim_IntList, weighted, [part.arguments["dim"]], True)
+    rest = make(aten.sub.Tensor, gradient, make(all_reduce, total, part.members))
+    return make(aten.mul.Tensor, y, rest)
+
+
+def log_softmax_backward(make: Make, part: Part) -> fx.Node:
+    """g - exp(y) sum of g."""
+    gradient, y = part.arguments["grad_output"], part.arguments["output"]
+    total = make(aten.sum.dim_IntList, gradient, [part.arguments["dim"]], True)
+    scaled = make(aten.mul.Tensor, make(aten.exp.default, y), make(all_reduce, total, part.members))
+    return make(aten.sub.Tensor, gradient, scaled)
+
+
+def looked_up(make: Make, part: Part) -> fx.Node:
+    """embedding: a member looks up what is in its rows, and has zeros for the rest."""
+    inside, index = _own(make, part.arguments["indices"], part)
+    rows = make(aten.embedding.default, part.arguments["weight"], index)
+    outside = make(aten.logical_not.default, make(aten.unsqueeze.default, inside, -1))
+    return make(all_reduce, make(aten.masked_fill.Scalar, rows, outside, 0.0), part.members)
+
+
+def _own(make: Make, indices: fx.Node, part: Part) -> tuple[fx.Node, fx.Node]:
+    """Which indices are in a member's part of so many, and where there; 0 for the others."""
+    first = make(aten.mul.Tensor, make(member, indices, part.members), part.size)
+    index = make(aten.sub.Tensor, indices, first)
+    low, high = make(aten.ge.Scalar, index, 0), make(aten.lt.Scalar, index, part.size)
+    return make(aten.logical_and.default, low, high), make(
+        aten.clamp.default, index, 0, part.size - 1
+    )
+
+
+def negative_likelihood(make: Make, part: Part) -> tuple[fx.Node, fx.Node]:
+    """nll_loss: a member has the losses of targets in its classes, and zeros for the rest."""
+    target, ignored = part.arguments["target"], part.arguments["ignore_index"]
+    inside, index = _own(make, target, part)
+    counted = make(aten.ne.Scalar, target, ignored)
+    column = make(aten.unsqueeze.default, index, 1)
+    scores = make(aten.squeeze.dim, make(aten.gather.default, part.arguments["self"], 1, column), 1)
+    wanted = make(aten.logical_and.default, inside, counted)
+    outside = make(aten.logical_not.default, wanted)
+    own = make(aten.neg.default, make(aten.masked_fill.Scalar, scores, outside, 0.0))
+    count = make(aten.sum.dim_IntList, make(aten._to_copy.default, counted, dtype=part.dtype), [])
+    if part.arguments["reduction"] == 0:
+        return make(all_reduce, own, part.members), make(aten.zeros_like.default, count)
+    total = make(all_reduce, make(aten.sum.dim_IntList, own, []), part.members)
+    if part.arguments["reduction"] == 1:
+        total = make(aten.div.Tensor, total, count)
+    return total, count
+
+
+def negative_likelihood_backward(make: Make, part: Part) -> fx.Node:
+    """Of nll_loss: -g at the target's class, over the count for a mean."""
+    target, gradient = part.arguments["target"], part.arguments["grad_output"]
+    inside, index = _own(make, target, part)
+    counted = make(aten.ne.Scalar, target, part.arguments["ignore_index"])
+    wanted = make(aten.logical_and.default, inside, counted)
+    if part.arguments["reduction"] == 1:
+        gradient = make(aten.div.Tensor, gradient, part.arguments["total_weight"])
+    each = make(aten.mul.Tensor, make(aten.neg.default, gradient), wanted)
+    zeros = make(aten.zeros_like.default, part.arguments["self"])
+    column = make(aten.unsqueeze.default, index, 1)
+    return make(aten.scatter.src, zeros, 1, column, make(aten.unsqueeze.default, each, 1))

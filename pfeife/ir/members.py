@@ -1,0 +1,192 @@
+"""What the members of a group that shares the work of a stage tell one another, and what it means.
+
+A program with an axis of `t` members is one graph, which each of them runs on its part of the
+values. A value is the same on all of them (R), cut along a dimension (S), or a sum of which each
+has a part (P). Collectives make one of another:
+
+    all_reduce      P    -> R       x0 + x1 + ..., added in the order of the members, or the largest
+    all_gather      S(d) -> R       cat([x0, x1, ...], d)
+    part            R    -> S(d)    member i keeps the i-th of t equal parts; nothing is sent
+    reduce_scatter  P    -> S(d)    member i gets its part of the sum
+    all_to_all      S(d) -> S(e)    member i gets the i-th part in e of every member's
+
+`MEANING` has them as functions of the list of all members' tensors: `lockstep` runs a graph by
+these in one process, and ranks give the same bits.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import fx
+
+from pfeife import _torch
+
+Tensors = Sequence[torch.Tensor]
+
+
+def _shaped(name: str, value: torch.Tensor, result: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """What a collective gives of a fake tensor: its shape. Raises RuntimeError for a real one: one
+    process alone cannot know what the other members have."""
+    if not isinstance(value, _torch.FakeTensor):
+        raise RuntimeError(
+            f"{name} was run by one member alone; pfeife.evaluate runs all of them in lockstep"
+        )
+    return result()
+
+
+def member(like: torch.Tensor, members: int) -> torch.Tensor:
+    """Which one of the members it is: a scalar, on the device of a tensor."""
+    return _shaped("member", like, lambda: like.new_zeros((), dtype=torch.int64))
+
+
+def all_reduce(value: torch.Tensor, members: int, by: str = "sum") -> torch.Tensor:
+    """P -> R. The sum (or the "max") of all members' tensors, of the same shape."""
+    return _shaped("all_reduce", value, value.clone)
+
+
+def all_gather(value: torch.Tensor, dim: int, before: int, members: int) -> torch.Tensor:
+    """S(dim) -> R. All members' tensors, joined along a dimension."""
+    split = Split(dim, members, before)
+    return _shaped("all_gather", value, lambda: split.join([value] * members))
+
+
+def part(value: torch.Tensor, dim: int, before: int, members: int) -> torch.Tensor:
+    """R -> S(dim). A member's own part along a dimension that `members` divides."""
+    split = Split(dim, members, before)
+    return _shaped("part", value, lambda: split.parts(value)[0])
+
+
+def reduce_scatter(value: torch.Tensor, dim: int, before: int, members: int) -> torch.Tensor:
+    """P -> S(dim). A member's own part of the sum of all members' tensors."""
+    split = Split(dim, members, before)
+    return _shaped("reduce_scatter", value, lambda: split.parts(value)[0])
+
+
+def all_to_all(
+    value: torch.Tensor, old: int, old_before: int, new: int, new_before: int, members: int
+) -> torch.Tensor:
+    """S(old) -> S(new). A value that is cut along one dimension, cut along another."""
+    before, after = Split(old, members, old_before), Split(new, members, new_before)
+    return _shaped("all_to_all", value, lambda: after.parts(before.join([value] * members))[0])
+
+
+@attrs.frozen
+class Split:
+    """An axis of `members` cuts a tensor along dimension `dim` into equal parts: of each of
+    `before` blocks, a member has one of `members` pieces.
+
+        before 1    a a b b c c        member 0 has a a
+        before 2    a b c a b c        member 0 has a a, as of the heads in [rows x heads]
+    """
+
+    dim: int
+    members: int
+    before: int = 1
+
+    def __str__(self) -> str:
+        blocks = f" of each of {self.before} blocks" if self.before > 1 else ""
+        return f"one of {self.members} parts{blocks} in dimension {self.dim}"
+
+    def parts(self, value: torch.Tensor) -> list[torch.Tensor]:
+        """Every member's part of a whole tensor."""
+        blocks = value.unflatten(self.dim, (self.before, self.members, -1))
+        pieces = blocks.unbind(self.dim + 1)
+        return [piece.flatten(self.dim, self.dim + 1).contiguous() for piece in pieces]
+
+    def join(self, parts: Tensors) -> torch.Tensor:
+        """The whole tensor of every member's part."""
+        pieces = [value.unflatten(self.dim, (self.before, -1)) for value in parts]
+        return torch.stack(pieces, self.dim + 1).flatten(self.dim, self.dim + 2)
+
+    def whole(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of a whole tensor, of whose parts this is the shape."""
+        return tuple(n * self.members if d == self.dim else n for d, n in enumerate(shape))
+
+    def local(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the parts of a tensor of this shape."""
+        return tuple(n // self.members if d == self.dim else n for d, n in enumerate(shape))
+
+
+def _sum(values: Tensors) -> torch.Tensor:
+    return functools.reduce(torch.add, values)
+
+
+def _largest(values: Tensors) -> torch.Tensor:
+    return functools.reduce(torch.maximum, values)
+
+
+_REDUCE = {"sum": _sum, "max": _largest}
+
+
+def _moved(
+    values: Tensors, old: int, old_before: int, new: int, new_before: int, members: int
+) -> list[torch.Tensor]:
+    whole = Split(old, members, old_before).join(values)
+    return Split(new, members, new_before).parts(whole)
+
+
+MEANING: Mapping[Callable[..., Any], Callable[..., list[torch.Tensor]]] = {
+    member: lambda values, t: [
+        torch.tensor(i, device=value.device) for i, value in enumerate(values)
+    ],
+    all_reduce: lambda values, t, by="sum": [_REDUCE[by](values)] * t,
+    all_gather: lambda values, dim, before, t: [Split(dim, t, before).join(values)] * t,
+    part: lambda values, dim, before, t: [
+        Split(dim, t, before).parts(value)[member] for member, value in enumerate(values)
+    ],
+    reduce_scatter: lambda values, dim, before, t: Split(dim, t, before).parts(_sum(values)),
+    all_to_all: _moved,
+}
+
+
+@attrs.frozen(eq=False)
+class Each:
+    """One value for every member, in their order."""
+
+    values: tuple[Any, ...]
+
+
+def lockstep(module: fx.GraphModule, arguments: Sequence[Each]) -> Each:
+    """What every member's run of a graph gives, node by node for all of them."""
+    return _Lockstep(module, len(arguments[0].values)).run(*arguments)
+
+
+class _Lockstep(fx.Interpreter):
+    """Runs each node once for every member, and a collective once for all of them."""
+
+    def __init__(self, module: fx.GraphModule, members: int):
+        super().__init__(module)
+        self.members = members
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target in MEANING:
+            value, *rest = args
+            return Each(tuple(MEANING[target](value.values, *rest)))
+        return Each(
+            tuple(target(*self._of(i, args), **self._of(i, kwargs)) for i in range(self.members))
+        )
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return lockstep(self.fetch_attr(target), args)
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return Each((super().get_attr(target, args, kwargs),) * self.members)
+
+    def output(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return Each(tuple(self._of(i, args[0]) for i in range(self.members)))
+
+    def _of(self, member: int, value: Any) -> Any:
+        """A member's own of a tree of values."""
+        if isinstance(value, Each):
+            return value.values[member]
+        if isinstance(value, dict):
+            return {name: self._of(member, inner) for name, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)([self._of(member, inner) for inner in value])
+        if isinstance(value, slice):
+            ends = (value.start, value.stop, value.step)
+            return slice(*(self._of(member, end) for end in ends))
+        return value

@@ -1,0 +1,89 @@
+"""Each operation on parts is the operation on the whole: forward and backward, along every
+dimension of every operand, against the program that is not sharded."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import pfeife
+from pfeife.factors.equation import Place
+from pfeife.passes.shard import shard
+from pfeife.testing import check_pass
+
+OPERATIONS = {
+    "add": (lambda a, b: a + b, (4, 6), (6,)),
+    "broadcast": (lambda a, b: a * b, (4, 1, 6), (2, 1)),
+    "where": (lambda a, b: torch.where(a > b, a, b), (4, 6), (4, 6)),
+    "cross_entropy": (
+        lambda a, b: F.cross_entropy(a @ b, torch.tensor([1, 5, -100, 0])),
+        *((4, 3), (3, 6)),
+    ),
+    "summed cross_entropy": (
+        lambda a: F.cross_entropy(a, torch.tensor([1, 5, -100, 0]), reduction="none").square(),
+        (4, 6),
+    ),
+    "softmax": (lambda a: a.softmax(1) ** 2, (4, 6)),
+    "log_softmax": (lambda a: F.log_softmax(a, -1)[:, 0], (4, 6)),
+    "sum": (lambda a: a.sum(1).square(), (4, 6)),
+    "mean": (lambda a: a.mean(0, keepdim=True).square(), (4, 6)),
+    "amax": (lambda a: a.amax(1).square(), (4, 6)),
+    "view": (lambda a: a.view(8, 3).square(), (4, 6)),
+    "heads": (lambda a: a.view(2, 4, 4).transpose(0, 1).reshape(8, 4).square(), (2, 16)),
+    "uneven view": (lambda a: a.view(6, 4).square(), (4, 6)),
+    "permute": (lambda a: a.permute(2, 0, 1).square(), (2, 4, 6)),
+    "unsqueeze": (lambda a: a.unsqueeze(1).square().squeeze(1).square(), (4, 6)),
+    "expand": (lambda a: a.unsqueeze(1).expand(4, 2, 6) * torch.arange(2.0)[:, None], (4, 6)),
+    "select": (lambda a: a.select(1, 2).square(), (4, 6)),
+    "slice": (lambda a: a[:, 2:4].square(), (4, 6)),
+    "split": (lambda a: a.split(2, 1)[1].square() * a.split(2, 1)[0], (4, 6)),
+    "uneven split": (lambda a: a.split([2, 4], 1)[1].square(), (4, 6)),
+    "chunk": (lambda a: torch.cat([part.sin() for part in a.chunk(3, 1)], 1), (4, 12)),
+    "cat": (lambda a, b: torch.cat([a, b], 1).square(), (4, 6), (4, 2)),
+    "pad": (lambda a: F.pad(a, (1, 2)).exp(), (4, 6)),
+    "cumsum": (lambda a: a.cumsum(1).square(), (4, 6)),
+    "mm": (lambda a, b: (a @ b).square(), (4, 6), (6, 2)),
+    "bmm": (lambda a, b: torch.bmm(a, b).square(), (2, 4, 6), (2, 6, 2)),
+    "linear": (lambda a, b, c: F.linear(a, b, c).square(), (3, 4, 6), (8, 6), (8,)),
+    "embedding": (lambda a: F.embedding(torch.arange(6).view(2, 3) % 4, a).square(), (4, 6)),
+    "layer_norm": (lambda a, b, c: F.layer_norm(a, (6,), b, c) ** 3, (4, 2, 6), (6,), (6,)),
+    "gelu": (lambda a: F.gelu(a), (4, 6)),
+    "attention": (
+        lambda a, b, c: F.scaled_dot_product_attention(a, b, c, is_causal=True).square(),
+        *[(2, 4, 6, 2)] * 3,
+    ),
+    "dropout": (lambda a: F.dropout(a, 0.5).square(), (4, 6)),
+}
+
+
+class Operands(nn.Module):
+    """Parameters of some shapes."""
+
+    def __init__(self, *shapes):
+        super().__init__()
+        torch.manual_seed(0)
+        self.operands = nn.ParameterList(torch.randn(shape).double() for shape in shapes)
+
+
+PLACES = [
+    (name, at, dim)
+    for name, (_, *shapes) in OPERATIONS.items()
+    for at, shape in enumerate(shapes)
+    for dim in range(len(shape))
+]
+
+
+@pytest.mark.parametrize(("name", "at", "dim"), PLACES)
+def test_an_operation(name, at, dim):
+    """In float64: sums that are cut are rounded otherwise."""
+    function, *shapes = OPERATIONS[name]
+    model = Operands(*shapes)
+    x = torch.ones((), dtype=torch.float64)
+    program = pfeife.capture(lambda x: function(*model.operands).sum() * x, x)
+    state = pfeife.state_of(program, model)
+    for members, before in itertools.product((2, 3), (1, 2)):
+        if shapes[at][dim] % (members * before) == 0:
+            cut = shard({f"operands.{at}": Place(dim, before)}, members)
+            check_pass(cut, program, state, [x], rounding=None, within=1e-13)

@@ -1,0 +1,165 @@
+"""Programs of one member of a group, against the whole: in float64, since sums that are cut are
+rounded otherwise."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from decisions import CPU_CORE
+from torch import nn
+
+import pfeife
+from pfeife import sched
+from pfeife.cost import estimate
+from pfeife.factors import Place
+from pfeife.frontend.cache.program_json import store
+from pfeife.ir.members import MEANING, all_gather, all_reduce, member, part
+from pfeife.passes import merge_collectives, shard
+from pfeife.runtime import LocalPipeline
+from pfeife.testing import check_pass
+
+
+class Block(nn.Module):
+    """Attention with queries, keys and values of one product, and two layers."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.qkv, self.out = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.double()
+
+    def forward(self, x):
+        rows, length, _ = x.shape
+        qkv = self.qkv(self.norm(x)).chunk(3, -1)
+        heads = [each.view(rows, length, 4, 2).transpose(1, 2) for each in qkv]
+        attended = F.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + F.dropout(self.out(attended.transpose(1, 2).reshape(rows, length, 8)), 0.1)
+        return x + self.down(F.gelu(self.up(x)))
+
+
+MEGATRON = {
+    **{"*.qkv.*": Place(0, 3), "*.out.weight": 1},
+    **{"*.up.*": 0, "*.down.weight": 1},
+}
+
+
+def told(program):
+    """The collectives of a program."""
+    return [node.target for node in program.module.graph.nodes if node.target in MEANING]
+
+
+@pytest.mark.parametrize("members", [2, 4])
+def test_columns_then_rows_are_added_once_each_way(members):
+    """Shoeybi et al. 2019, section 3: two sums a block forward, two backward, and nothing else is
+    sent: not even where queries, keys and values are one product."""
+    model = nn.Sequential(Block(), Block())
+    x = torch.randn(2, 3, 8, dtype=torch.float64)
+    program = pfeife.capture(lambda x: model(x).square().mean(), x)
+    state = pfeife.state_of(program, model)
+    one = shard(MEGATRON, members)
+    result = check_pass(one, program, state, [x, x + 1], rounding=None, within=1e-13)
+    assert told(result) == [all_reduce] * 8
+
+
+def test_what_cannot_be_cut_is_refused():
+    model = nn.Sequential(Block())
+    x = torch.randn(2, 3, 8, dtype=torch.float64)
+    program = pfeife.capture(lambda x: model(x).square().mean(), x)
+    refused = {
+        "no parameter is called 'up'": {"up": 0},
+        "has no dimension 2": {"0.up.weight": 2},
+        "has 16 elements, which 3 members do not divide": {"0.up.weight": 0},
+    }
+    for text, placements in refused.items():
+        with pytest.raises(ValueError, match=text):
+            shard(placements, 3)(program)
+    with pytest.raises(ValueError, match="flat one"):
+        shard({"0.up.weight": 0}, 2)(pfeife.fuse()(program))
+
+
+def test_a_missing_collective_is_found():
+    """A part taken for the whole: members have different values where all should have one."""
+    model = nn.Sequential(Block())
+    x = torch.randn(2, 3, 8, dtype=torch.float64)
+    program = pfeife.capture(lambda x: model(x).square().mean(), x)
+    result = shard({"*.up.*": 0, "*.down.weight": 1}, 2)(program)
+
+    def without(operation):
+        return operation.args[0] if operation.target.__name__ == "all_reduce" else None
+
+    with pytest.raises(ValueError, match="a sum of their parts is missing"):
+        pfeife.evaluate(result.rewrite(without), pfeife.state_of(program, model), [x])
+
+
+class Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Parameter(torch.randn(4, 6).double())
+
+
+def test_an_operation_without_a_rule_is_refused_by_line_or_computed_as_a_whole():
+    model = Table()
+    x = torch.ones((), dtype=torch.float64)
+    program = pfeife.capture(lambda x: model.table.sort(1)[0].square().sum() * x, x)
+    with pytest.raises(ValueError, match=r"no rule says how aten.sort.default .*test_shard.py"):
+        shard({"table": 1}, 2)(program)
+    gathered = shard({"table": 1}, 2, unknown="gather")
+    check_pass(gathered, program, pfeife.state_of(program, model), [x])
+
+
+class Heads(nn.Module):
+    """Queries, keys and values of a product each, and a vocabulary."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.head = nn.Embedding(12, 8), nn.Linear(8, 12, bias=False)
+        self.q, self.k, self.v, self.out = (nn.Linear(8, 8, bias=False) for _ in range(4))
+        self.double()
+
+    def forward(self, tokens):
+        x = self.words(tokens)
+        heads = [w(x).unflatten(-1, (4, 2)).transpose(1, 2) for w in (self.q, self.k, self.v)]
+        attended = F.scaled_dot_product_attention(*heads)
+        return self.head(x + self.out(attended.transpose(1, 2).flatten(2)))
+
+
+def test_sums_that_are_added_are_taken_once():
+    model, tokens = Heads(), torch.randint(12, (2, 5))
+    program = pfeife.capture(lambda t: F.cross_entropy(model(t).flatten(0, 1), t.flatten()), tokens)
+    state = pfeife.state_of(program, model)
+    columns = {f"{name}.weight": 0 for name in "qkv"} | {"out.weight": 1}
+    result = shard(columns, 2)(program)
+    assert told(result) == [all_reduce] * 4
+    once = check_pass(merge_collectives(), result, state, [tokens], rounding=None, within=1e-13)
+    assert told(once) == [all_reduce] * 2
+
+
+def test_no_logits_are_gathered_where_the_vocabulary_is_cut():
+    model, tokens = Heads(), torch.randint(12, (2, 5))
+    program = pfeife.capture(
+        lambda t: F.cross_entropy(model(t).flatten(0, 1), t.flatten(), ignore_index=3), tokens
+    )
+    state = pfeife.state_of(program, model)
+    cut = shard({"words.weight": 0, "head.weight": 0}, 3)
+    result = check_pass(cut, program, state, [tokens], rounding=None, within=1e-13)
+    assert {*told(result)} == {all_reduce, member, part}
+    assert all_gather not in told(result)
+
+
+def test_a_program_for_members_is_cut_into_stages_as_any():
+    """Bit for bit what it is before; and what cannot run it or keep it says so."""
+    model = nn.Sequential(Block(), Block())
+    x = torch.randn(2, 3, 8, dtype=torch.float64)
+    program = pfeife.capture(lambda x: model(x).square().mean(), x)
+    state = pfeife.state_of(program, model)
+    local = shard(MEGATRON, 2)(program)
+    fused = check_pass(pfeife.fuse(), local, state, [x, x + 1])
+    fused = pfeife.annotate(estimate(fused, CPU_CORE))(fused)
+    plan = sched.plan(fused, machine=CPU_CORE, microbatches=2, stages=2)
+    ranks = check_pass(pfeife.apply(plan), fused, state, [x, x + 1])
+    with pytest.raises(ValueError, match="one of 2 members of a group, which no runtime runs yet"):
+        LocalPipeline(ranks, sched.lower(plan.schedule, ranks))
+    with pytest.raises(ValueError, match="for members of a group is not stored"):
+        store(local, "key")
