@@ -1,7 +1,7 @@
 """Lines of code of each folder of the package, and how many it may have: `python tests/budget.py`.
 
 A commit that needs more raises the number here, and says in its message which capability a user
-has for it. Some lines are left for small changes. Comments, docstrings, blanks and imports are free:
+has for it. Some lines are left for small changes. Comments, docstrings, blanks, imports are free:
 nobody saves on these.
 """
 
