@@ -102,18 +102,23 @@ class Machine:
 
 @attrs.frozen
 class Mesh:
-    """`replicas` pipelines of `ranks` ranks each.
+    """`replicas` pipelines of `ranks` ranks each, each of which may be a group of `members` that
+    share its work.
 
     `order` has the ranks of the world, pipeline after pipeline, each from its first stages to its
-    last; without it neighbours in a pipeline are neighbours in the world.
+    last, and members of a group beside one another; without it neighbours in a pipeline are
+    neighbours in the world. Pipelines, and places in them, are those of one `member`.
 
         Mesh(ranks=2, replicas=2)                        pipelines 0 1 and 2 3
         Mesh(ranks=2, replicas=2, order=(0, 2, 1, 3))    pipelines 0 2 and 1 3
+        Mesh(ranks=2, members=2)                         pipelines 0 2 and 1 3, groups 0 1 and 2 3
     """
 
     ranks: int = attrs.field(validator=checks.positive)
     replicas: int = attrs.field(default=1, validator=checks.positive)
     order: tuple[int, ...] = ()
+    members: int = attrs.field(default=1, validator=checks.positive)
+    member: int = 0
 
     def __attrs_post_init__(self) -> None:
         if self.order and sorted(self.order) != [*range(self.size)]:
@@ -121,23 +126,44 @@ class Mesh:
                 f"Mesh: order={self.order} does not have each of the {self.size} ranks of "
                 f"{self.replicas} pipelines of {self.ranks} ranks once"
             )
+        if not 0 <= self.member < self.members:
+            raise ValueError(f"Mesh: there is no member {self.member} of {self.members}")
 
     @property
     def size(self) -> int:
         """The ranks of the world."""
-        return self.ranks * self.replicas
+        return self.ranks * self.replicas * self.members
 
     @property
     def pipelines(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of the world in each pipeline."""
+        ranks, replicas = range(self.ranks), range(self.replicas)
+        return tuple(tuple(self.in_world(replica, rank) for rank in ranks) for replica in replicas)
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of the world that share the work of one rank of a pipeline, for each of these,
+        in the order of the members."""
         order = self.order or tuple(range(self.size))
-        return tuple(order[at : at + self.ranks] for at in range(0, self.size, self.ranks))
+        return tuple(order[at : at + self.members] for at in range(0, self.size, self.members))
+
+    @property
+    def each_member(self) -> "tuple[Mesh, ...]":
+        """The same mesh as every member sees it."""
+        return tuple(attrs.evolve(self, member=member) for member in range(self.members))
+
+    def of_member(self, rank: int) -> "Mesh":
+        """The same mesh as a rank of the world sees it."""
+        return self.each_member[self._at(rank) % self.members]
 
     def in_world(self, replica: int, rank: int) -> int:
         """The rank of the world that is this rank of a pipeline."""
-        at = replica * self.ranks + rank
+        at = (replica * self.ranks + rank) * self.members + self.member
         return self.order[at] if self.order else at
 
     def place(self, rank: int) -> tuple[int, int]:
         """The pipeline that a rank of the world is in, and which rank of it."""
-        return divmod(self.order.index(rank) if self.order else rank, self.ranks)
+        return divmod(self._at(rank) // self.members, self.ranks)
+
+    def _at(self, rank: int) -> int:
+        return self.order.index(rank) if self.order else rank

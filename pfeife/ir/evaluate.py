@@ -58,10 +58,16 @@ class Result:
         return tensors
 
 
-def state_of(program: ProgramBase, *roots: nn.Module | Mapping[str, torch.Tensor]) -> State:
-    """The program's parameters, buffers and constants, found by name in modules or mappings.
+def state_of(
+    program: ProgramBase,
+    *roots: nn.Module | Mapping[str, torch.Tensor],
+    member: int | None = None,
+) -> State:
+    """The program's parameters, buffers and constants, found by name in modules or mappings: whole
+    ones, as `evaluate` takes them, or the parts of a `member` where these are cut.
 
-    Detached, not copied. Raises ValueError for what is missing or has another shape or dtype.
+    Detached, not copied but for parts. Raises ValueError for what is missing or has another shape
+    or dtype.
     """
     tensors: dict[str, torch.Tensor] = {}
     for root in roots:
@@ -75,9 +81,16 @@ def state_of(program: ProgramBase, *roots: nn.Module | Mapping[str, torch.Tensor
         value = next((tensors[name] for name in port.names if name in tensors), None)
         if value is None:
             raise ValueError(f"the state has no {port.role} {port.fqn}")
-        check_tensor(port, value, f"{port.role} {port.fqn}")
+        check_tensor(whole_port(port), value, f"{port.role} {port.fqn}")
         state[port.fqn] = value.detach()
+        if port.split is not None and member is not None:
+            state[port.fqn] = port.split.parts(value.detach())[member]
     return state
+
+
+def whole_port(port: Port) -> Port:
+    """The port of the whole value, of one that has a member's part."""
+    return attrs.evolve(port, shape=port.split.whole(port.shape)) if port.split else port
 
 
 def as_computed(port: Port, value: torch.Tensor) -> torch.Tensor:

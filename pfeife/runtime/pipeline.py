@@ -69,11 +69,6 @@ class Pipeline(ABC, Generic[S]):
     """A program and its lowered schedule, ready to run steps of `microbatches` microbatches."""
 
     def __init__(self, program: Program, schedule: Schedule):
-        if program.members > 1:
-            raise ValueError(
-                f"the program is that of one of {program.members} members of a group, which no "
-                "runtime runs yet; pfeife.evaluate does"
-            )
         self.program, self.schedule = absorb(program), schedule
         self.microbatches = schedule.microbatches * program.replicas
 

@@ -8,6 +8,7 @@ TOPICS = (
     "replicas",
     "loops",
     "channels",
+    "members",
     "refusals",
     "memory",
     "deferred",

@@ -159,7 +159,7 @@ def test_a_program_for_members_is_cut_into_stages_as_any():
     fused = pfeife.annotate(estimate(fused, CPU_CORE))(fused)
     plan = sched.plan(fused, machine=CPU_CORE, microbatches=2, stages=2)
     ranks = check_pass(pfeife.apply(plan), fused, state, [x, x + 1])
-    with pytest.raises(ValueError, match="one of 2 members of a group, which no runtime runs yet"):
+    with pytest.raises(ValueError, match="one of 2 members of a group: run it on 4 ranks"):
         LocalPipeline(ranks, sched.lower(plan.schedule, ranks))
     with pytest.raises(ValueError, match="for members of a group is not stored"):
         store(local, "key")

@@ -17,6 +17,7 @@ from pfeife.ir.parts import Port, Role
 from pfeife.ir.program import Program
 from pfeife.lowering.envelope import Envelope, Tensors, envelope_of
 from pfeife.runtime.distributed.batch_norms import statistics_of_all
+from pfeife.runtime.distributed.links.collectives import Collectives
 from pfeife.runtime.distributed.links.connection import Connection
 from pfeife.runtime.distributed.links.tangent_check import compared, sketch
 from pfeife.runtime.distributed.liveness.heartbeat import Activity
@@ -64,14 +65,31 @@ class DistributedPipeline(Pipeline["DistributedStep"]):
         super().__init__(program, schedule)
         program = self.program
         self.device, self.timeout = device or torch.device("cpu"), timeout
-        self.mesh = mesh or Mesh(len(schedule.ranks), program.replicas)
         self.apart = apart
         world = self._world()
+        ranks = len(schedule.ranks)
+        whole = mesh or Mesh(ranks, program.replicas, members=program.members)
+        if whole.members != program.members:
+            raise ValueError(
+                f"the mesh has groups of {whole.members} members, the program is for "
+                f"{program.members}"
+            )
+        self.mesh = whole.of_member(world.rank) if world.rank < whole.size else whole
         with world.building("a pipeline"):
             world.check_agreement(f"{program}\n{schedule.to_csv()}", "what the ranks will run")
             self.transport = DistributedTransport(world, self.mesh, program, apart)
+            bodies = {**self._with_collectives(), **(bodies or {})}
             self.runner = RankRunner(program, schedule, self.transport.rank, bodies)
             self.gradients = trained_on(program, self.transport.rank, self.transport.replica)
+
+    def _with_collectives(self) -> dict[str, Callable]:
+        """The bodies of this rank's calls with the collectives of its group, by the nodes of the
+        calls."""
+        if self.program.members == 1:
+            return {}
+        collectives = Collectives(lambda: self.transport)  # after a failure there is another one
+        own = [call for call in self.program.calls if call.rank == self.transport.rank]
+        return {call.node: collectives.bound(self.program.body(call)) for call in own}
 
     def _world(self) -> World:
         world = join_world(self.device, self.timeout)
@@ -315,7 +333,9 @@ class DistributedStep(PipelineStep):
                 # Rows of another replica stay there: nobody here has that batch.
                 if within and replica != transport.replica:
                     continue
-                source = transport.mesh.in_world(replica, rank)
+                # Members have the same results: all ranks of the world hear the first one's.
+                mesh = transport.mesh if within else transport.mesh.each_member[0]
+                source = mesh.in_world(replica, rank)
                 keys = [(index, port) for index in range(len(microbatches)) for port in ports]
                 values = self._from(
                     source, microbatches, keys, transport.within if within else None

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from pfeife.data.machine import Mesh
 from pfeife.ir.messages import messages
@@ -51,8 +52,14 @@ class DistributedTransport(Buffered):
         self.into: dict[int, Incoming] = {}
         # All ranks make all connections in this order: who makes one waits for its other members.
         self._connect(program)
+        self.group: Connection | None = None  # of the members that share the work of this rank
+        for group in mesh.groups if mesh.members > 1 else ():
+            connection = world.connection_of(group, "members")
+            if connection.mine:
+                self.group = connection
         self.within: Connection | None = None  # None for all ranks
-        for pipeline in mesh.pipelines if apart else ():
+        each = (pipeline for own in mesh.each_member for pipeline in own.pipelines)
+        for pipeline in each if apart else ():
             # All ranks make the connections of all pipelines, in one order.
             connection = world.connection_of(pipeline, "results")
             if world.rank in pipeline:
@@ -100,11 +107,14 @@ class DistributedTransport(Buffered):
 
     def _members(self, first: Reduction) -> list[list[int]]:
         """Ranks of the world that reduce a gradient together: of each replica, or of all."""
-        pipelines = [
-            sorted(self.mesh.in_world(replica, rank) for rank in first.ranks)
-            for replica in range(self.mesh.replicas)
-        ]
-        return pipelines if first.replicas == 1 else [sorted(itertools.chain(*pipelines))]
+        together = []
+        for mesh in self.mesh.each_member:
+            pipelines = [
+                sorted(mesh.in_world(replica, rank) for rank in first.ranks)
+                for replica in range(mesh.replicas)
+            ]
+            together += pipelines if first.replicas == 1 else [sorted(itertools.chain(*pipelines))]
+        return together
 
     def _in_world(self, rank: int) -> int:
         """The rank of the world that is a rank of this one's pipeline."""
@@ -112,9 +122,9 @@ class DistributedTransport(Buffered):
 
     def _connect(self, program: Program) -> None:
         used = sorted({(m.source, m.destination) for m in messages(program)})
-        for replica in range(self.mesh.replicas):
+        for mesh, replica in itertools.product(self.mesh.each_member, range(self.mesh.replicas)):
             for source, destination in used:
-                pair = self.mesh.in_world(replica, source), self.mesh.in_world(replica, destination)
+                pair = mesh.in_world(replica, source), mesh.in_world(replica, destination)
                 end = self.world.ends.of(*pair)
                 if isinstance(end, Outgoing):
                     self.out[destination] = end
@@ -150,6 +160,10 @@ class DistributedTransport(Buffered):
                 work.wait(*self.patience)
             if self.world.nccl and self.at is not None:
                 self.marks.append((self.at(), queued_by_now(self.world.device)))
+
+    def wait(self, work: dist.Work) -> None:
+        """Waits for a collective of the members."""
+        self.world.wait(work)
 
     def reduce(self, bucket: Bucket, parts: Sequence[torch.Tensor]) -> Reducing:
         """Begins to reduce a bucket, beside what the rank computes."""

@@ -165,6 +165,11 @@ class LocalPipeline(Pipeline["LocalStep"]):
         ranks = len(schedule.ranks)
         if devices is not None and len(devices) != ranks:
             raise ValueError(f"{len(devices)} devices for {ranks} ranks")
+        if program.members > 1:
+            raise ValueError(
+                f"the program is that of one of {program.members} members of a group: run it on "
+                f"{program.members * ranks} ranks, or by pfeife.evaluate"
+            )
         super().__init__(program, schedule)
         program = self.program
         if program.replicas > 1:  # they share bodies
