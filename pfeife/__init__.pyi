@@ -19,6 +19,7 @@ from pfeife.data.timeline import Timeline
 from pfeife.forecasting import Outlook, Question, forecast
 from pfeife.frontend.capture import capture
 from pfeife.frontend.deferred.making import deferred_init, materialize
+from pfeife.frontend.placements import placements
 from pfeife.ir.evaluate import Result, evaluate, state_of
 from pfeife.ir.nodes import stage_boundary
 from pfeife.ir.parts import Call, Kind, Port, Role
@@ -114,6 +115,7 @@ __all__ = [
     "partition",
     "passes_of",
     "place",
+    "placements",
     "record",
     "save_safetensors",
     "shard",

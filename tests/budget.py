@@ -27,7 +27,7 @@ BUDGET = {
     "cost": 820,
     "data": 1180,
     "factors": 490,
-    "frontend": 1590,
+    "frontend": 1640,
     "frontend/cache": 450,
     "frontend/checks": 780,
     "frontend/deferred": 930,
