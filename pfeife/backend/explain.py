@@ -131,7 +131,9 @@ def explain(
     else:
         name = getattr(step, "__qualname__", type(step).__name__)
         explained = Explanation(name, None, f"{name} is compiled by torch.compile")
-    return _by_backend(step, batch, kwargs, own, explained)
+    # To torch.compile `in_dims` is not given, unless somebody says so in the options.
+    by_backend = attrs.evolve(own, in_dims=(options or {}).get("in_dims", 0))
+    return _by_backend(step, batch, kwargs, by_backend, explained)
 
 
 class _Built(Exception):

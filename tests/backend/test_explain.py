@@ -99,6 +99,24 @@ def test_the_graphs_of_the_backend():
     assert list(expected) == [part for _, part in found.parts]
 
 
+@pytest.mark.parametrize("entry", ["pfeife.compile", "torch.compile"])
+def test_the_backend_is_not_given_in_dims(entry):
+    net = layers()
+
+    def step(x):
+        h = net(x)
+        torch._dynamo.graph_break()
+        return h.square().mean()
+
+    def explained(in_dims):
+        x = torch.ones(8, 8)
+        return pfeife.explain(step, x, in_dims=in_dims, entry=entry, options=OPTIONS)
+
+    found, plain = explained((0,)), explained(0)
+    assert found.refused == plain.refused and "backend" not in found.refused
+    assert [name for name, _ in found.parts] == [name for name, _ in plain.parts] != []
+
+
 def test_the_backend_takes_a_module_whole():
     x = torch.ones(6, 8)
     found = pfeife.explain(layers(), x, entry="torch.compile", options=OPTIONS)
