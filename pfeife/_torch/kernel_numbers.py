@@ -12,7 +12,6 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import fx
@@ -101,12 +100,19 @@ def numbers_for_kernels() -> Iterator[list[torch.Tensor]]:
         _MAKING.numbers = before
 
 
-def floats() -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def floats() -> Iterator[None]:
     """While `float(tensor)` in torch's batch norms is a number that only data tell, as in Dynamo:
     Python's own must be told what it is. If the module moves: that is told, and one answer holds
     for all microbatches."""
-    # Until then the module has none of its own, and reads Python's.
-    return patch.object(torch.nn.modules.batchnorm, "float", _float, create=True)
+    module: Any = torch.nn.modules.batchnorm
+    module.float = _float
+    try:
+        yield
+    finally:
+        # Python's again, which it reads while it has none of its own; not what it had when this
+        # began, which may be that of another thread that has traced meanwhile.
+        vars(module).pop("float", None)
 
 
 def _float(value: Any) -> Any:

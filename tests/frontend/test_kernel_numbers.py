@@ -118,3 +118,13 @@ def test_a_number_without_its_reader(case):
     module, _ = joint(**case)
     with pytest.raises(ValueError, match="the step computes a momentum from values of tensors"):
         read_numbers(module, 1)
+
+
+def test_two_traces_at_once_leave_pythons_float():
+    first, second = _torch.floats(), _torch.floats()
+    for one in (first, second):
+        one.__enter__()
+    assert "float" in vars(nn.modules.batchnorm)
+    for one in (first, second):  # as two threads may, not in the order of a stack
+        one.__exit__(None, None, None)
+    assert "float" not in vars(nn.modules.batchnorm)
