@@ -72,7 +72,8 @@ class Optimizers:
         self._let_go(optimizer)  # what was loaded, or made before anybody trained it
 
     def _add(self, optimizer: torch.optim.Optimizer) -> None:
-        self.known.append(weakref.ref(optimizer))
+        # Without those that have gone: a loop may make one for each step.
+        self.known[:] = [weakref.ref(listed) for listed in (*self._listed(), optimizer)]
         self.asking.keep(optimizer)
         optimizer.register_state_dict_post_hook(self.saved)
         optimizer.register_load_state_dict_pre_hook(self._before_load)
