@@ -73,6 +73,7 @@ from pfeife._torch.dynamo import (
     is_limit_of_compilations,
     named_graphs,
     numbers_of,
+    one_at_a_time,
     said_to_compile,
     sets_data,
     who_compiles,

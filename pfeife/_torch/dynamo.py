@@ -1,6 +1,7 @@
 """Dynamo: how a step is handed to it, which frame it compiles, and what it says that went wrong."""
 
 import contextlib
+import functools
 import inspect
 import itertools
 import logging
@@ -10,13 +11,16 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 from unittest.mock import patch
 
 import torch
 
 from pfeife._torch.kernel_numbers import known_to_dynamo, numbers_for_kernels
 from pfeife._torch.tensors import quiet_fakes
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def translator() -> Any:
@@ -72,6 +76,22 @@ def named_graphs(step: Callable[..., Any], backend: Callable[..., Any]) -> Calla
         apart["isolate_recompiles"] = True
     made: Callable[..., Any] = torch.compile(step, backend=backend, dynamic=True, **apart)
     return made
+
+
+def one_at_a_time(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, which threads of this process call one after another: what captures a step
+    changes parts of torch for a while, which other captures would find changed, and leave so.
+    Dynamo's own lock, so that nobody waits for both in two orders. If it moves: a lock of ours,
+    where steps are captured within backends of torch.compile as well."""
+
+    @functools.wraps(function)
+    def alone(*args: P.args, **kwargs: P.kwargs) -> R:
+        from torch._dynamo.convert_frame import compile_lock
+
+        with compile_lock:
+            return function(*args, **kwargs)
+
+    return alone
 
 
 def said_to_compile() -> contextlib.AbstractContextManager[Any]:

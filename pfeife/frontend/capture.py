@@ -10,6 +10,7 @@ import attrs
 import torch
 from torch import fx
 
+from pfeife import _torch
 from pfeife.data.progress import Progress
 from pfeife.frontend.arguments import Given, Inputs
 from pfeife.frontend.batch import Arguments, Cutter
@@ -30,6 +31,7 @@ from pfeife.ir.program import Program
 log = logging.getLogger("pfeife")
 
 
+@_torch.one_at_a_time
 def capture(
     step: Callable[..., Any],
     *example_microbatch: Any,

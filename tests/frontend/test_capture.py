@@ -1,5 +1,7 @@
 """Capturing: names, tied parameters, batch inputs, and models that were never allocated."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import attrs
 import pytest
 import torch
@@ -275,3 +277,24 @@ def test_a_forward_alone_of_a_step_that_switches_gradients_on():
     program = trace(*doors.by("dynamo"), None, gradients=False).program
     assert [port.name for port in program.outputs] == ["loss"]
     assert not program.ports(Role.TANGENT)
+
+
+def test_threads_that_capture_at_once():
+    """One after another: a capture changes parts of torch for a while."""
+
+    def captured(index: int) -> int:
+        net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+
+        def step(x):
+            scale = 2.0 if torch.compiler.is_compiling() else 3.0
+            return (net(x) * scale).square().mean() + index
+
+        door = "trace" if index % 2 else "dynamo"
+        return len(pfeife.capture(step, torch.randn(3, 4), door=door).inputs)
+
+    kept = torch.nn.Module._apply, torch.SymInt.__repr__, max, min
+    with ThreadPoolExecutor(4) as pool:
+        counts = [*pool.map(captured, range(8))]
+    assert len(set(counts)) == 1
+    assert not torch.compiler.is_compiling()
+    assert (torch.nn.Module._apply, torch.SymInt.__repr__, max, min) == kept

@@ -2,6 +2,7 @@
 
 import attrs
 
+from pfeife import _torch
 from pfeife.backend.building.own_passes import check_unchanged
 from pfeife.backend.building.sync_batch_norm import check_synced
 from pfeife.backend.building.task import Task
@@ -35,6 +36,7 @@ def capture(task: Task) -> tuple[Captured, History]:
     return attrs.evolve(captured, program=history[-1].program), history
 
 
+@_torch.one_at_a_time
 def _checked(task: Task) -> Captured:
     """The program as captured. Raises ValueError where it is not what the step computes, as far as
     its first call tells."""

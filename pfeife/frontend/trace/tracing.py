@@ -47,6 +47,7 @@ from pfeife.frontend.trace.value_guards import Answering, Known, ValueGuard
 log = logging.getLogger("pfeife")
 
 
+@_torch.one_at_a_time
 def traced(
     step: Step,
     call: Arguments,
