@@ -329,6 +329,7 @@ def _table(names: str, rule: Rule) -> Mapping[str, Rule]:
 
 RULES: Mapping[str, Rule] = {
     **_table("_to_copy alias detach native_dropout_backward", pointwise),
+    **_table("zeros_like ones_like full_like empty_like", pointwise),
     **_table("_safe_softmax cumsum cumprod flip roll", along),
     **_table("_softmax", normalised_exponentials(recipes.softmax)),
     **_table("_log_softmax", normalised_exponentials(recipes.log_softmax)),

@@ -25,6 +25,7 @@ OPERATIONS = {
         lambda a: F.cross_entropy(a, torch.tensor([1, 5, -100, 0]), reduction="none").square(),
         (4, 6),
     ),
+    "like": (lambda a: a * torch.zeros_like(a).exp() + torch.ones_like(a), (4, 6)),
     "softmax": (lambda a: a.softmax(1) ** 2, (4, 6)),
     "log_softmax": (lambda a: F.log_softmax(a, -1)[:, 0], (4, 6)),
     "sum": (lambda a: a.sum(1).square(), (4, 6)),
