@@ -68,6 +68,8 @@ class Equation:
 
             (b)(n)      with n of 8, from dimension 1 after 2      (b)(n0 n1) of 2 and 4
         """
+        # A cut into t parts of what lies inside of `before` blocks is one of the factor that begins
+        # there, if t divides it: what is inside of that factor stays together.
         outer = 1
         for label in dims[place.dim]:
             size = self.sizes[label]
@@ -203,6 +205,7 @@ def equation(
         labelled(labels, dims) for labels, dims in zip(operands, operation.shapes, strict=True)
     )
     second = tuple(map(labelled, results, operation.results[: len(results)]))
+    # By default what is read and not given is added up; whoever means otherwise says `whole`.
     read = {label for dims in first for dim in dims for label in dim}
     sums = tuple(
         frozenset(read - {label for dim in dims for label in dim} - {*whole}) for dims in second

@@ -45,6 +45,9 @@ def _dims(operation: Operation, rank: int) -> set[int]:
 def pointwise(operation: Operation) -> Equation:
     """Each number of the result is one of the same numbers of the operands, by broadcasting."""
     rank = len(operation.results[0])
+    # torch marks aten.equal so, whose result has no numbers for those of its operands.
+    if any(len(shape) > rank for shape in operation.shapes):
+        raise NoRule
     operands = [range(rank - len(shape), rank) for shape in operation.shapes]
     results = [range(rank)] * len(operation.results)
     return equation(operation, operands, results)
