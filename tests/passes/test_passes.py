@@ -84,6 +84,8 @@ def check_random(data, net, step, steps):
             one, rounding = data.draw(row.draw(program, len(microbatches)))
             program = check(one, program, rounding=rounding)
             tied |= set(rounding or ())
+    if program.members > 1:  # several processes run it: tests/distributed/members.py
+        return
     rank_of = {call.unit: call.rank for call in program.calls}
     each = len(microbatches) // program.replicas
     family = sched.policy(data.draw(st.sampled_from(["gpipe", "1f1b"])))
