@@ -9,8 +9,7 @@ import torch
 from torch import fx
 
 from pfeife.factors.recipes import Recipe
-from pfeife.ir.nodes import value_of
-from pfeife.ir.seeding import seeded
+from pfeife.ir.nodes import operation_name, value_of
 
 Label = Hashable
 Dims = tuple[tuple[Label, ...], ...]  # of a tensor: the factors of each dimension, the outer first
@@ -124,8 +123,12 @@ class Operation:
     @property
     def name(self) -> str:
         """What it is called, without its overload."""
-        target: Any = self.node.target
-        return str(target).split(".")[1] if hasattr(target, "_schema") else str(target)
+        return operation_name(self.node)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of its result, or of the first of several."""
+        return self.results[0]
 
     @property
     def operands(self) -> list[fx.Node]:
@@ -146,7 +149,7 @@ class Operation:
         values = value if isinstance(value, list | tuple) else [value]
         return [tuple(each.shape) if isinstance(each, torch.Tensor) else () for each in values]
 
-    def shape(self, name: str) -> tuple[int, ...]:
+    def shape_of(self, name: str) -> tuple[int, ...]:
         """The shape of the operand with a name."""
         return shape_of(self.arguments[name])
 
@@ -160,20 +163,6 @@ def shape_of(node: Any) -> tuple[int, ...]:
     if value is None:
         raise NoRule
     return tuple(value.shape)
-
-
-def bound(node: fx.Node) -> dict[str, Any]:
-    """A node's arguments by the names in its operator's schema, defaults included. Raises NoRule
-    for what has none."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or node.target is seeded:
-        raise NoRule
-    arguments = {}
-    for index, argument in enumerate(schema.arguments):
-        value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
-        default = argument.default_value if argument.has_default_value() else None
-        arguments[argument.name] = default if value is None else value
-    return arguments
 
 
 def labelled(labels: Iterable[Label], shape: Sequence[int]) -> Dims:

@@ -1,6 +1,6 @@
 """Which equation an operation has."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -8,6 +8,16 @@ import torch
 from torch import fx
 
 from pfeife.factors import recipes
+from pfeife.factors.axes import (
+    Axes,
+    dims_of,
+    permuted,
+    picked,
+    reduced,
+    squeezed,
+    transposed,
+    unsqueezed,
+)
 from pfeife.factors.equation import (
     Dims,
     Equation,
@@ -15,31 +25,26 @@ from pfeife.factors.equation import (
     NoRule,
     Operation,
     Rule,
-    bound,
     equation,
 )
 from pfeife.factors.recipes import Recipe
 from pfeife.factors.views import reshaped
+from pfeife.ir.nodes import bound
+from pfeife.ir.seeding import seeded
 
 aten = torch.ops.aten
 
 
 def equation_of(node: fx.Node) -> Equation:
     """The equation of a node. Raises NoRule where nothing is known of its operation."""
+    if node.target is seeded or not hasattr(node.target, "_schema"):
+        raise NoRule
     operation = Operation(node, bound(node))
     if operation.name in RULES:
         return RULES[operation.name](operation)
     if torch.Tag.pointwise in getattr(node.target, "tags", ()):
         return pointwise(operation)
     raise NoRule
-
-
-def _dims(operation: Operation, rank: int) -> set[int]:
-    """The dimensions in an operation's `dim`, from the front; all if it has none."""
-    dims = operation.arguments.get("dim")
-    if dims is None or dims == []:
-        return set(range(rank))
-    return {d % max(rank, 1) for d in (dims if isinstance(dims, list | tuple) else [dims])}
 
 
 def pointwise(operation: Operation) -> Equation:
@@ -58,14 +63,14 @@ def along(operation: Operation) -> Equation:
     softmax, cumsum, flip."""
     rank = len(operation.results[0])
     labels = [range(rank)] * len(operation.shapes)
-    return equation(operation, labels, [range(rank)], whole=_dims(operation, rank))
+    return equation(operation, labels, [range(rank)], whole=dims_of(operation, rank))
 
 
 def normalised_exponentials(recipe: Recipe) -> Rule:
     """The rule of a softmax, or of its backward."""
 
     def rule(operation: Operation) -> Equation:
-        (dim,) = _dims(operation, len(operation.results[0]))
+        (dim,) = dims_of(operation, len(operation.results[0]))
         return attrs.evolve(along(operation), recipes={dim: recipe})
 
     return rule
@@ -73,11 +78,11 @@ def normalised_exponentials(recipe: Recipe) -> Rule:
 
 def likelihood(operation: Operation) -> Equation:
     """nll_loss of rows of classes, and its backward: all rows are needed for a mean."""
-    if operation.arguments["weight"] is not None or len(operation.shape("self")) != 2:
+    if operation.arguments["weight"] is not None or len(operation.shape_of("self")) != 2:
         raise NoRule
     if operation.name.endswith("backward"):
         names: list[list[Label]] = [["row", "class"], ["row"], []]
-        gradient = [["row"][: len(operation.shape("grad_output"))]]
+        gradient = [["row"][: len(operation.shape_of("grad_output"))]]
         rule = equation(operation, [*gradient, *names], [["row", "class"]], whole=["row", "class"])
         return attrs.evolve(rule, recipes={"class": recipes.negative_likelihood_backward})
     results = [["row"][: len(operation.results[0])], []]
@@ -85,67 +90,26 @@ def likelihood(operation: Operation) -> Equation:
     return attrs.evolve(rule, recipes={"class": recipes.negative_likelihood})
 
 
-def summed(operation: Operation) -> Equation:
-    """A sum over dimensions."""
-    return _reduced(operation, whole=False)
-
-
-def averaged(operation: Operation) -> Equation:
-    """A mean over dimensions: of means of parts as large as one another."""
-    return attrs.evolve(_reduced(operation, whole=False), averages=True)
-
-
-def reduced(operation: Operation) -> Equation:
-    """Any other function of all numbers along dimensions, as a maximum."""
-    return _reduced(operation, whole=True)
-
-
-def _reduced(operation: Operation, whole: bool) -> Equation:
-    (shape,) = operation.shapes
-    rank = len(shape)
-    dims = _dims(operation, rank)
-    keeps = operation.arguments.get("keepdim")
-    rest = [d if d not in dims else ("one", d) for d in range(rank) if keeps or d not in dims]
-    results = [rest] * len(operation.results)
-    return equation(operation, [range(rank)], results, whole=dims if whole else ())
-
-
-def ordered(order: Callable[[Operation, int], Sequence[int]]) -> Rule:
-    """The rule of an operation that puts dimensions in another order."""
+def placed(axes: Axes, *, sums: bool = False, averages: bool = False) -> Rule:
+    """The rule of an operation that says where dimensions go. Of those that go nowhere all is
+    needed, unless it sums over them."""
 
     def rule(operation: Operation) -> Equation:
-        rank = len(operation.shapes[0])
-        return equation(operation, [range(rank)], [order(operation, rank)])
+        (shape,) = operation.shapes
+        places = axes(operation, shape)
+        results: list[list[Label]] = []
+        for at, result in enumerate(operation.results):
+            labels: list[Label] = [("part", at, place) for place in range(len(result))]
+            for dim, place in enumerate(places):
+                if place is not None:
+                    labels[place] = dim
+            results.append(labels)
+        nowhere = [dim for dim, place in enumerate(places) if place is None]
+        whole = [] if sums else [*nowhere, *_parts(results)]
+        rule = equation(operation, [range(len(shape))], results, whole=whole)
+        return attrs.evolve(rule, averages=averages)
 
     return rule
-
-
-def _permuted(operation: Operation, rank: int) -> Sequence[int]:
-    return [d % rank for d in operation.arguments["dims"]]
-
-
-def _transposed(operation: Operation, rank: int) -> Sequence[int]:
-    order = list(range(rank))
-    if operation.name == "t":
-        return order[::-1]
-    a, b = operation.arguments["dim0"] % rank, operation.arguments["dim1"] % rank
-    order[a], order[b] = order[b], order[a]
-    return order
-
-
-def unsqueezed(operation: Operation) -> Equation:
-    """A new dimension of size 1."""
-    rank = len(operation.results[0])
-    new = operation.arguments["dim"] % rank
-    return equation(operation, [[d for d in range(rank) if d != new]], [range(rank)])
-
-
-def squeezed(operation: Operation) -> Equation:
-    """Without dimensions of size 1."""
-    (shape,) = operation.shapes
-    gone = {d for d in _dims(operation, len(shape)) if shape[d] == 1}
-    rest = [d for d in range(len(shape)) if d not in gone]
-    return equation(operation, [range(len(shape))], [rest])
 
 
 def expanded(operation: Operation) -> Equation:
@@ -155,20 +119,6 @@ def expanded(operation: Operation) -> Equation:
     return equation(operation, [range(rank - len(shape), rank)], [range(rank)], shape="size")
 
 
-def picked(operation: Operation) -> Equation:
-    """A part of a dimension, of which all is needed."""
-    (shape,) = operation.shapes
-    rank = len(shape)
-    dim = operation.arguments["dim"] % rank
-    gone = operation.name in ("select", "unbind")
-    rest = [d if d != dim else "part" for d in range(rank) if not (gone and d == dim)]
-    parts = [
-        [label if label != "part" else ("part", at) for label in rest]
-        for at in range(len(operation.results))
-    ]
-    return equation(operation, [range(rank)], parts, whole=[dim, *_parts(parts)])
-
-
 def _parts(lists: Sequence[Sequence[Label]]) -> list[Label]:
     return [label for labels in lists for label in labels if isinstance(label, tuple)]
 
@@ -176,11 +126,11 @@ def _parts(lists: Sequence[Sequence[Label]]) -> list[Label]:
 def in_equal_parts(operation: Operation) -> Equation:
     """split: a dimension as several of one size, of which each may be cut."""
     (shape,), parts = operation.shapes, operation.results
-    dim = operation.arguments["dim"] % len(shape)
+    dim, whole = operation.arguments["dim"] % len(shape), placed(picked)
     if len({part[dim] for part in parts}) > 1 or parts[0][dim] == 1:
-        return picked(operation)
+        return whole(operation)
     argument = "split_size" if "split_size" in operation.arguments else "split_sizes"
-    return _in_blocks(picked(operation), dim, len(parts), counts={argument: "part"})
+    return _in_blocks(whole(operation), dim, len(parts), counts={argument: "part"})
 
 
 def _in_blocks(rule: Equation, dim: int, count: int, **more: Any) -> Equation:
@@ -266,7 +216,7 @@ def biased_product(operation: Operation) -> Equation:
 
 def looked_up(operation: Operation) -> Equation:
     """embedding: rows of a table, all of which are needed."""
-    table, indices = operation.shape("weight"), operation.shape("indices")
+    table, indices = operation.shape_of("weight"), operation.shape_of("indices")
     places = range(len(indices))
     if len(table) != 2:
         raise NoRule
@@ -276,7 +226,7 @@ def looked_up(operation: Operation) -> Equation:
 
 def looked_up_backward(operation: Operation) -> Equation:
     """Rows of a gradient, added up in a table."""
-    places = range(len(operation.shape("indices")))
+    places = range(len(operation.shape_of("indices")))
     if operation.arguments["scale_grad_by_freq"]:
         raise NoRule
     return equation(operation, [[*places, "h"], places], [["row", "h"]], whole=["row"])
@@ -284,7 +234,7 @@ def looked_up_backward(operation: Operation) -> Equation:
 
 def normalised(operation: Operation) -> Equation:
     """A layer or RMS norm over the last dimensions, and its statistics."""
-    rank = len(operation.shape("input"))
+    rank = len(operation.shape_of("input"))
     inner = range(rank - len(operation.arguments["normalized_shape"]), rank)
     statistics = [d if d not in inner else ("one", d) for d in range(rank)]
     parameters = [inner] * (len(operation.operands) - 1)
@@ -294,7 +244,7 @@ def normalised(operation: Operation) -> Equation:
 
 def normalised_backward(operation: Operation) -> Equation:
     """The gradients of a layer norm: of its input, and, summed over the rest, of its parameters."""
-    rank = len(operation.shape("input"))
+    rank = len(operation.shape_of("input"))
     inner = range(rank - len(operation.arguments["normalized_shape"]), rank)
     statistics = [d if d not in inner else ("one", d) for d in range(rank)]
     whole_value, figures = [range(rank)] * 2, [statistics] * _count(operation, "mean", "rstd")
@@ -311,7 +261,7 @@ def _count(operation: Operation, *names: str) -> int:
 
 def attended(operation: Operation) -> Equation:
     """Attention: each row and each head by itself."""
-    queries = operation.shape("query")
+    queries = operation.shape_of("query")
     if len(queries) != 4 or operation.arguments["dropout_p"]:
         raise NoRule
     mask = operation.arguments.get("attn_mask")
@@ -322,7 +272,7 @@ def attended(operation: Operation) -> Equation:
     else:
         operands, results = [q, k, v], ["bhsv", statistics]
     if mask is not None:
-        operands.append("bhst"[4 - len(operation.shape("attn_mask")) :])
+        operands.append("bhst"[4 - len(operation.shape_of("attn_mask")) :])
     return equation(operation, operands, results, whole="stdv")
 
 
@@ -339,16 +289,16 @@ RULES: Mapping[str, Rule] = {
     **_table("_softmax_backward_data", normalised_exponentials(recipes.softmax_backward)),
     **_table("_log_softmax_backward_data", normalised_exponentials(recipes.log_softmax_backward)),
     **_table("nll_loss_forward nll_loss_backward", likelihood),
-    **_table("sum", summed),
-    **_table("mean", averaged),
-    **_table("amax amin var std var_mean logsumexp any all argmax argmin", reduced),
+    **_table("sum", placed(reduced, sums=True)),
+    **_table("mean", placed(reduced, sums=True, averages=True)),
+    **_table("amax amin var std var_mean logsumexp any all argmax argmin", placed(reduced)),
     **_table("view _unsafe_view reshape", reshaped),
-    **_table("permute", ordered(_permuted)),
-    **_table("transpose t", ordered(_transposed)),
-    **_table("unsqueeze", unsqueezed),
-    **_table("squeeze", squeezed),
+    **_table("permute", placed(permuted)),
+    **_table("transpose t", placed(transposed)),
+    **_table("unsqueeze", placed(unsqueezed)),
+    **_table("squeeze", placed(squeezed)),
     **_table("expand", expanded),
-    **_table("select slice unbind", picked),
+    **_table("select slice unbind", placed(picked)),
     **_table("split split_with_sizes", in_equal_parts),
     **_table("slice_backward select_backward", put_back),
     **_table("cat", joined),

@@ -1,6 +1,7 @@
 """What is asked of a node of a graph, and marks: two of a message, one of a border in a model."""
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import fx
 from torch.fx import traceback
 
 from pfeife import _torch
+from pfeife.ir.seeding import seeded
 
 
 def find_node(module: fx.GraphModule, name: str) -> fx.Node:
@@ -125,3 +127,27 @@ def is_boundary(node: torch.fx.Node) -> bool:
     backward = node.meta.get("partitioner_tag") == "is_backward"
     # autograd hands the annotation on to the nodes of the backward
     return not backward and bool((node.meta.get("custom") or {}).get("pfeife_stage_boundary"))
+
+
+def operation_name(node: fx.Node) -> str:
+    """The name of what a node computes, without its overload."""
+    target: Any = node.args[0] if node.target is seeded else node.target
+    if hasattr(target, "_schema"):
+        return str(target).split(".")[1]
+    return getattr(target, "__name__", str(target))
+
+
+def bound(node: fx.Node) -> dict[str, Any]:
+    """A node's arguments by the names in its operator's schema, defaults included."""
+    target: Any = node.target
+    args: Sequence[Any] = node.args
+    if target is seeded:
+        target, args = args[0], args[3:]  # without its index and its seed
+    if not hasattr(target, "_schema"):
+        return {str(index): value for index, value in enumerate(args)}
+    arguments = {}
+    for index, argument in enumerate(target._schema.arguments):
+        value = args[index] if index < len(args) else node.kwargs.get(argument.name)
+        default = argument.default_value if argument.has_default_value() else None
+        arguments[argument.name] = default if value is None else value
+    return arguments

@@ -100,6 +100,8 @@ class _Late:
                 total = copy.graph.call_function(all_reduce, (to_make.part, self.members))
                 total.meta = dict(read.meta)
                 if to_make.rest is not None:
+                    # The part may be of fewer dimensions than what it is added to.
+                    total.meta.pop("val", None)
                     total = copy.graph.call_function(aten.add.Tensor, (to_make.rest, total))
                     total.meta = dict(read.meta)
                 copy.here[read] = total

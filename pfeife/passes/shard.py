@@ -10,13 +10,13 @@ import attrs
 import torch
 from torch import fx
 
-from pfeife.factors.equation import Equation, Label, NoRule, Place, bound
+from pfeife.factors.equation import Equation, Label, NoRule, Place
 from pfeife.factors.recipes import Part
 from pfeife.factors.rules import equation_of
 from pfeife.ir.copying import Copy
 from pfeife.ir.infer_values import settle
 from pfeife.ir.members import Split, all_gather, all_reduce, all_to_all, part
-from pfeife.ir.nodes import is_source, returned, source_line, value_of
+from pfeife.ir.nodes import bound, is_source, returned, source_line, value_of
 from pfeife.ir.parts import Port, Role
 from pfeife.ir.program import Program
 from pfeife.ir.seeding import seeded

@@ -8,7 +8,8 @@ import torch
 from torch import fx
 
 from pfeife.frontend.rows.table import rule_of
-from pfeife.frontend.rows.value import FIXED, Known, RowOperation, Rows, Stuck, Unknown, bound
+from pfeife.frontend.rows.value import FIXED, Known, RowOperation, Rows, Stuck, Unknown
+from pfeife.ir.nodes import bound
 
 _NONE: Mapping[fx.Node, Any] = {}
 

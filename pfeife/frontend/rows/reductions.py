@@ -18,8 +18,8 @@ from torch import fx, nn
 from pfeife import _torch
 from pfeife.frontend.rows.by_running import Sample, seen_rows
 from pfeife.frontend.rows.propagate import ancestors, follow, paired
-from pfeife.frontend.rows.value import Known, Rows, Unknown, bound, operation, source_of
-from pfeife.ir.nodes import returned, source_line
+from pfeife.frontend.rows.value import Known, Rows, Unknown, source_of
+from pfeife.ir.nodes import bound, operation_name, returned, source_line
 from pfeife.ir.parts import Count, Port, Role, captured_sizes
 from pfeife.ir.program import Program
 from pfeife.ir.seeding import seeded
@@ -312,7 +312,7 @@ def _count(program: Program, divided: fx.Node) -> Count | None:
     """By what a mean was divided, as a graph of the batch alone; None if it needs more."""
     # A cross entropy counts the targets that are not ignored by itself, so here they are counted
     # anew; anything else is divided by a node, which may have been kept from being zero.
-    graph, classes = fx.Graph(), operation(divided).startswith("nll_loss")
+    graph, classes = fx.Graph(), operation_name(divided).startswith("nll_loss")
     arguments = bound(divided)
     if classes and arguments["weight"] is not None:
         return None

@@ -12,11 +12,10 @@ from pfeife.frontend.rows.value import (
     RowOperation,
     Rows,
     Stuck,
-    bound,
     moves,
-    operation,
     shape_of,
 )
+from pfeife.ir.nodes import bound, operation_name
 
 
 def reshaped(operation: RowOperation) -> Rows:
@@ -236,7 +235,10 @@ def _counts_rows(index: fx.Node, rows: int) -> bool:
     """Whether an index is arange(rows), seen in whatever shape."""
     if math.prod(shape_of(index)) != rows:
         return False
-    while operation(index) in ("view", "unsqueeze", "reshape", "_to_copy", "clone", "permute"):
+    while operation_name(index) in ("view", "unsqueeze", "reshape", "_to_copy", "clone", "permute"):
         index = index.args[0]  # type: ignore[assignment]
     values = bound(index)
-    return operation(index) == "arange" and (values.get("start") or 0, values["end"]) == (0, rows)
+    return operation_name(index) == "arange" and (values.get("start") or 0, values["end"]) == (
+        0,
+        rows,
+    )

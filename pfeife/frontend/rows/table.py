@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from pfeife.factors import axes as places
 from pfeife.frontend.rows import axes, elements, layers, shapes
 from pfeife.frontend.rows.value import RowOperation, Rule, Stuck, moves
 
@@ -69,22 +70,22 @@ RULES: dict[str, Rule] = ARITHMETIC | {
     **_table(
         "amax amin max min argmax argmin var std var_mean std_mean logsumexp any all prod "
         "linalg_vector_norm norm median count_nonzero",
-        axes.each_row(axes.reduced),
+        axes.each_row(places.reduced),
     ),
     **_table(
         "_softmax _log_softmax _safe_softmax cumsum cumprod logcumsumexp sort topk flip roll "
         "kthvalue index_select glu",
-        axes.each_row(axes.along),
+        axes.each_row(places.along),
     ),
     **_table("native_layer_norm _fused_rms_norm rms_norm", layers.normalised),
     **_table("view _unsafe_view reshape _reshape_alias flatten unflatten", shapes.reshaped),
-    **_table("permute", axes.moved(axes.permuted)),
-    **_table("transpose t", axes.moved(axes.transposed)),
-    **_table("unsqueeze", axes.moved(axes.unsqueezed)),
-    **_table("squeeze", axes.moved(axes.squeezed)),
+    **_table("permute", axes.moved(places.permuted)),
+    **_table("transpose t", axes.moved(places.transposed)),
+    **_table("unsqueeze", axes.moved(places.unsqueezed)),
+    **_table("squeeze", axes.moved(places.squeezed)),
     **_table("expand repeat", shapes.expanded),
     **_table(
-        "select slice unbind split split_with_sizes narrow unsafe_split", axes.moved(axes.picked)
+        "select slice unbind split split_with_sizes narrow unsafe_split", axes.moved(places.picked)
     ),
     **_table("cat stack", shapes.joined),
     **_table("constant_pad_nd", shapes.padded),

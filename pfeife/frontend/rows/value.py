@@ -1,15 +1,14 @@
 """What is known of a value: how it depends on the rows of the batch."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
 import torch
 from torch import fx
 
-from pfeife.ir.nodes import source_line, value_of
-from pfeife.ir.seeding import seeded
+from pfeife.ir.nodes import bound, operation_name, source_line, value_of
 
 _NONE: frozenset[Any] = frozenset()
 
@@ -47,7 +46,7 @@ class Unknown:
     mixes: bool = False
 
     def __str__(self) -> str:
-        return f"{operation(self.node)} in {source_line(self.node)}"
+        return f"{operation_name(self.node)} in {source_line(self.node)}"
 
 
 Known = Rows | Unknown
@@ -59,14 +58,6 @@ class Stuck(Exception):
 
     def __init__(self, numbers: bool = False, mixes: bool = False):
         self.numbers, self.mixes = numbers, mixes
-
-
-def operation(node: fx.Node) -> str:
-    """The name of what a node computes, without its overload."""
-    target: Any = node.args[0] if node.target is seeded else node.target
-    if hasattr(target, "_schema"):
-        return str(target).split(".")[1]
-    return getattr(target, "__name__", str(target))
 
 
 @attrs.frozen(eq=False)
@@ -82,7 +73,7 @@ class RowOperation:
     @property
     def name(self) -> str:
         """What it is called, without its overload."""
-        return operation(self.node)
+        return operation_name(self.node)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -138,36 +129,20 @@ def growth(value: float, twice: float) -> int:
     raise Stuck
 
 
-def bound(node: fx.Node) -> dict[str, Any]:
-    """A node's arguments by the names in its operator's schema, defaults included."""
-    target: Any = node.target
-    args: Sequence[Any] = node.args
-    if target is seeded:
-        target, args = args[0], args[3:]  # without its index and its seed
-    if not hasattr(target, "_schema"):
-        return {str(index): value for index, value in enumerate(args)}
-    arguments = {}
-    for index, argument in enumerate(target._schema.arguments):
-        value = args[index] if index < len(args) else node.kwargs.get(argument.name)
-        default = argument.default_value if argument.has_default_value() else None
-        arguments[argument.name] = default if value is None else value
-    return arguments
-
-
 def keeps_from_zero(node: fx.Node) -> bool:
     """Whether an operation does nothing but to keep a count from being zero: clamp(min=1), + 1e-8.
     What is added must be small beside a count, which is 1 or more."""
     arguments = bound(node)
     low = arguments.get("min", arguments.get("other"))
-    most = 1e-3 if operation(node) == "add" else 1
-    bounds = operation(node) in ("add", "clamp", "clamp_min", "maximum")
+    most = 1e-3 if operation_name(node) == "add" else 1
+    bounds = operation_name(node) in ("add", "clamp", "clamp_min", "maximum")
     is_small = isinstance(low, int | float) and 0 < low <= most
     return bounds and is_small and arguments.get("max") is None
 
 
 def source_of(node: fx.Node) -> fx.Node:
     """A count without what keeps it from being zero."""
-    while operation(node) == "_to_copy" or keeps_from_zero(node):
+    while operation_name(node) == "_to_copy" or keeps_from_zero(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
 
