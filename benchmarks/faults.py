@@ -42,6 +42,7 @@ from fault_ranks import (  # noqa: E402
     compiled,
     end,
     idle,
+    left_over,
     planning,
     recover,
     skipping,
@@ -150,9 +151,7 @@ def _recovered(case: Case, trial: Trial, reports: list[dict], held: dict[int, di
             return said
     for rank, one in again.items():
         first = held.setdefault(rank, one)
-        # Nothing of the connections before is left (a Gloo group has three threads).
-        grown = one["files"] > first["files"] + 2 or one["threads"] > first["threads"] + 2
-        if grown or one["alike"] > 1:
+        if left_over(one, first):
             return f"rank {rank} holds {one}, at first {first}"
     return ""
 
@@ -233,7 +232,7 @@ def carry_out(
 
 
 def recoveries(case: Case, trials: Sequence[Trial]) -> Plan:
-    seconds = 30 + 10 * len(trials)
+    seconds = min(30 + 10 * len(trials), 300)
     return Plan(case, trials, recover(case, trials), seconds, judge_recovery)
 
 
