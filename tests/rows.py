@@ -30,6 +30,7 @@ from quick import leave_out
 
 HERE = Path(__file__).parent
 SECONDS = 100  # after which a row that hangs shows where
+LONGEST = 3600 if os.environ.get("WHOLE") else 800  # seconds for all rows of a launch
 
 
 @attrs.frozen
@@ -144,7 +145,7 @@ def on_ranks(
         command,
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=LONGEST + 100,
         check=False,
         env={**os.environ, "PYTHONPATH": path, "ROWS_OF": test},
     )
@@ -178,7 +179,7 @@ def main(report: Path, ranks: int, *names: str) -> int:
     leave_out()
     importlib.import_module("pfeife.testing")  # rows' modules want to know their rank
     gc.freeze()
-    launch = Launch(ranks, lambda rank, _: on_this_rank(report, names), seconds=800)
+    launch = Launch(ranks, lambda rank, _: on_this_rank(report, names), seconds=LONGEST)
     bad = launch.wait(GRACE)
     print(launch.close(), *(f"rank {rank} ended with {code}" for rank, code in bad.items()))
     return bool(bad)

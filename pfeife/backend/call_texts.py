@@ -96,12 +96,12 @@ def changes(before: Mapping[str, str], after: Mapping[str, str]) -> str:
     """What is otherwise in a call than in one before."""
     names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     pairs = [(n, after.get(n, "not there"), before.get(n, "not there")) for n in names]
-    return ", ".join(f"{name} {now} (before: {then})" for name, now, then in pairs)
+    texts = (f"{name} {now} (before: {then})" for name, now, then in pairs)
+    return ", ".join(texts) or "other state, or what it assumes of its arguments"
 
 
 def why_once_more(earlier: Sequence[Mapping[str, str]], now: Mapping[str, str]) -> str:
     """Why a step is compiled once more, "" at the first time."""
     if not earlier:
         return ""
-    changed = changes(earlier[-1], now) or "other state, or what it assumes of its arguments"
-    return f" (program {len(earlier) + 1} of it, for {changed})"
+    return f" (program {len(earlier) + 1} of it, for {changes(earlier[-1], now)})"

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import pfeife
 from edges.state import layers, rows, sgd, stepped
 from pfeife._torch import is_absent
+from pfeife.testing import eager_accumulation, own_gradients
 
 HERE = ("state of other ranks: ", "what looks for its memory", "Cannot access data pointer")
 
@@ -542,3 +543,49 @@ def a_graph_with_graphs_in_it_is_built_once():
         step(rows(seed)).backward()
         stepped(optimizer)
     assert len(step.backend.compiled) == 1
+
+
+class Counted(nn.Module):
+    """Is compiled again with each call, for a number that it sets and does not read."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.calls = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.net(x).square().mean()
+
+
+@row(ranks=(2,))
+def what_is_compiled_again_and_sets_attributes():
+    """Whether that makes a difference is asked where parameters have no values, too."""
+    torch.manual_seed(0)
+    model = Counted()
+    other = copy.deepcopy(model)
+    step = pfeife.compile(lambda x: model(x), microbatches=2)
+    for seed in range(3):
+        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))
+        found = eager_accumulation(other, other, [(part,) for part in x.chunk(2)])
+        loss = step(x)
+        loss.backward()
+        assert torch.equal(loss, found.loss)
+        for name, gradient in own_gradients(model).items():
+            assert torch.equal(gradient, found.gradients[name]), name
+        model.zero_grad()
+
+
+class Reading(Counted):
+    """What it sets is read: the second microbatch would compute something else."""
+
+    def forward(self, x):
+        self.calls += 1
+        return self.net(x).square().mean() * self.calls
+
+
+@row("the step assigns Reading.calls and then computes something else", ranks=(2,))
+def what_is_compiled_again_and_reads_attributes():
+    model = Reading()
+    step = pfeife.compile(lambda x: model.net(x).mean(), microbatches=2, capture="dynamo")
+    step(torch.ones(4, 4)).backward()  # from here on each rank has its own parameters alone
+    pfeife.compile(lambda x: model(x), microbatches=2, capture="dynamo")(torch.ones(4, 4))

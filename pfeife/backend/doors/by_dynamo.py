@@ -76,10 +76,11 @@ class DynamoDoor:
             # pipeline raises once it runs, are other matters.
             programs = [compiled.program for compiled in self.doorway.backend.compiled]
             sizes = {tuple(port.shape for port in p.ports(Role.BATCH)) for p in programs}
-            is_full = _torch.is_limit_of_compilations(error) and len(sizes) > 1
-            if invocation.reached or not (
-                programs and (self.compilation.dynamic is None or is_full)
-            ):
+            is_limit = _torch.is_limit_of_compilations(error)
+            is_full = is_limit and len(sizes) > 1
+            # One size that is compiled again and again: no graph of it stays right.
+            other_sizes = self.compilation.dynamic is None and not is_limit
+            if invocation.reached or not (programs and (other_sizes or is_full)):
                 raise
             log.debug("%s has a graph for each size, since: %s", self.doorway.name, error)
             if is_full:  # nothing is kept of what was built

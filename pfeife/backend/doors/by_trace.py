@@ -139,7 +139,8 @@ class TraceDoor:
             shapes = [trace.sizes.shapes for trace in alike]
             places = open_places(call, shapes, self.doorway.dynamic)
         # On ranks, each of which lacks parameters by then, the answers are those of before.
-        warm = alike[-1].warm if alike and world_so_far() else None
+        earlier = alike or [trace for trace, _ in self.known]
+        warm = earlier[-1].warm if earlier and world_so_far() else None
         with view.seen(values=True):
             trace = traced(step, call, places=places, warm=warm)
         if refused:

@@ -12,6 +12,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from pfeife import _torch
+from pfeife._torch import is_absent
 from pfeife.frontend.arguments import Given, Inputs
 from pfeife.frontend.batch import Arguments, Leaf
 from pfeife.frontend.checks.restore import alike, torchs_generators
@@ -118,9 +119,12 @@ def _second(leaf: Leaf) -> torch.Tensor:
 def _ran(module: fx.GraphModule, examples: list[Any]) -> _Run:
     """Runs Dynamo's graph on copies of its inputs. Called while Dynamo compiles."""
     check_values(examples, "the step sets attributes, and is run twice to see what they do")
+    given = [_given(example, at) for at, example in enumerate(examples)]
+    # What the graph writes to is a copy. Of other ranks' parameters there is none, for whose whole
+    # there may be no room here.
     copies = [
-        example.detach().clone() if isinstance(example, torch.Tensor) else example
-        for example in examples
+        value.clone() if isinstance(value, torch.Tensor) and not is_absent(example) else value
+        for example, value in zip(examples, given, strict=True)
     ]
     paths = _torch.result_paths() or [
         ((index,), node) for index, node in enumerate(returned(module))
@@ -133,8 +137,8 @@ def _ran(module: fx.GraphModule, examples: list[Any]) -> _Run:
     values: dict[Any, torch.Tensor] = {
         path: by_name[node.name] for path, node in paths if node.name in by_name
     }
-    for own, value in zip(examples, copies, strict=True):
-        if isinstance(value, torch.Tensor) and not alike(own.detach(), value):
+    for own, before, value in zip(examples, given, copies, strict=True):
+        if isinstance(value, torch.Tensor) and not alike(before, value):
             values[id(own)] = value
     inputs = zip(module.graph.find_nodes(op="placeholder"), copies, strict=True)
     node_values = {node.name: value for node, value in inputs} | by_name
@@ -151,6 +155,27 @@ def _ran(module: fx.GraphModule, examples: list[Any]) -> _Run:
     return _Run(
         values, [(holder, name, pytree.tree_map(value_of, new)) for holder, name, new in changes]
     )
+
+
+def _given(example: Any, at: int) -> Any:
+    """The values of an input; of one that other ranks have, numbers in their place, the same in
+    each run: what a step assigns makes a difference with these, too."""
+    if not isinstance(example, torch.Tensor):
+        return example
+    if not is_absent(example):
+        return example.detach()
+    if not example.is_floating_point():
+        return torch.zeros(example.shape, dtype=example.dtype, device=example.device)
+    if not isinstance(example, torch.nn.Parameter):
+        return _drawn(example.shape, example, at)
+    # element [i, j] is number i + j: no two rows or columns are alike, and it takes no memory
+    numbers = _drawn((sum(example.shape) + 1,), example, at)
+    return numbers.as_strided(example.shape, (1,) * example.dim())
+
+
+def _drawn(shape: Sequence[int], like: torch.Tensor, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(shape, generator=generator).to(like.device, like.dtype)
 
 
 class _Unknown:

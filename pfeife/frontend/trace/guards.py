@@ -190,8 +190,10 @@ class Steering:
     def _walk(self, value: Any, words: tuple[str, ...]) -> None:
         if isinstance(value, _ENDS) or id(value) in self._known or _is_ours(type(value)):
             return
-        if isinstance(getattr(value, "__self__", None), types.ModuleType):  # a function of C's
-            return
+        if isinstance(value, types.BuiltinFunctionType) and isinstance(
+            value.__self__, types.ModuleType
+        ):
+            return  # a function of C's
         self._known[id(value)] = value  # kept alive, as long as its identity counts
         # A class attribute steers as well, that of a base class too.
         for kind in (*type(value).__mro__, *(value.__mro__[1:] if isinstance(value, type) else ())):

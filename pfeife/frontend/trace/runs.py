@@ -19,7 +19,7 @@ from pfeife.frontend.deferred.tensors import check_values
 from pfeife.frontend.results import tensors_in
 from pfeife.frontend.trace.data_writes import OwnBackward, copied_data, refused_gradients
 from pfeife.frontend.trace.executed import Executed, noting
-from pfeife.frontend.trace.fake_run import FakeRun, Seen, resized, stand_ins
+from pfeife.frontend.trace.fake_run import FakeRun, Seen, kept_slots, resized, stand_ins
 from pfeife.frontend.trace.modes import Calls
 from pfeife.frontend.trace.open_sizes import Opening, Place
 from pfeife.frontend.trace.reachable_state import Change, Places, state_kept
@@ -169,9 +169,10 @@ class Runs:
             if change.slot not in self.values and not isinstance(change.slot.container, list):
                 change.slot.put(change.after)
         left = [value for _, value in tensors_in([change.after for change in changes])]
-        second, _ = self._eager([*tensors, *left], nullcontext())
+        second, again = self._eager([*tensors, *left], nullcontext())
         results = (dict(tensors_in(result)) for result in (first, second))
         if not all(map(alike, *(by_path.values() for by_path in results))):
+            kept_slots(again)  # what changes with each run is told as that
             names = sorted({change.slot.name for change in changes})
             raise ValueError(
                 f"the step computes something else in its first run, which sets {names}, than in "
