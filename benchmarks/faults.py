@@ -55,7 +55,8 @@ from pfeife.data.progress import shown  # noqa: E402
 
 AT_ONCE = 6  # launches that run at the same time
 REACTION = 10.0  # seconds in which every survivor has to end
-SILENT = ("SIGSTOP", WAITING, LATE, "slow", "skipped a backward")
+SKIPPED = "skipped a backward"
+SILENT = ("SIGSTOP", WAITING, LATE, "slow", SKIPPED)
 AWAY = "away"  # outside of a step, for longer than the timeout
 
 
@@ -96,6 +97,11 @@ def heard_right(case: Case, trial: Trial, reported: dict[str, Any]) -> str:
     failure = reported.get("failure")
     if trial.fault == ROWS:
         return "" if reported["type"] == "CollectiveError" else f"not refused: {reported['text']}"
+    if trial.fault == SKIPPED and reported["type"] == "CollectiveError":
+        # Ranks meet at two calls, and are told which.
+        named = f"rank {trial.victim} is at" in reported["text"] or trial.victim == 0
+        named &= "the arguments of this call" in reported["text"]
+        return "" if named else f"rank {reported['rank']} blames another: {reported['text']}"
     if failure is None:
         return f"rank {reported['rank']} raised {reported['type']}: {reported['text']}"
     if failure["rank"] not in (trial.victim, trial.second):
@@ -263,7 +269,7 @@ def through_compile(case: Case) -> list[Plan]:
             trial = Trial(fault, 0, tenths)
             plans.append(Plan(case, [trial], planning(case, trial, PATIENT), 60, judge_end))
     for victim in range(case.size):
-        trial = Trial("skipped a backward", victim)
+        trial = Trial(SKIPPED, victim)
         plans.append(Plan(case, [trial], skipping(case, trial, SHORT), 60, judge_end))
     return plans
 

@@ -6,13 +6,14 @@ import time
 from torch import distributed as dist
 
 from pfeife.data import plain
+from pfeife.runtime.distributed.liveness.heartbeat import store_gone
 from pfeife.runtime.failure import Failure, PipelineError
 
 
 def rendezvous(store: dist.Store, rank: int, size: int, timeout: float, first: int = 0) -> int:
     """Waits until all ranks are here. Returns the number of the round (`first` or later) in which
-    they have met; raises PipelineError if ranks have not come after `timeout` seconds, or have
-    left their program.
+    they have met; raises PipelineError if ranks have not come after `timeout` seconds, have left
+    their program, or took the store with them.
 
     A round is over for all when one rank has given it up, and who comes later waits in the next:
     so nobody goes on with a rank that has turned away.
@@ -21,7 +22,10 @@ def rendezvous(store: dist.Store, rank: int, size: int, timeout: float, first: i
         round 1   rank 2 comes, finds the verdict of round 0, and waits here for the others
     """
     for number in itertools.count(first):
-        missing = _round(store, number, rank, size, timeout)
+        try:
+            missing = _round(store, number, rank, size, timeout)
+        except dist.DistNetworkError as error:
+            raise PipelineError(store_gone()) from error
         if missing is None or rank in missing:
             continue
         if not missing:
