@@ -9,7 +9,7 @@ runtime drops, keeps or lets go is so counted because it does, and when it does.
                 ->  transport  SizedMessages: what has been posted, or sent and not yet acknowledged
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 from pfeife.cost.body import CUDA_BLOCK, rounded
@@ -20,7 +20,7 @@ from pfeife.data.timeline import MemoryCurve, MemoryPoint
 from pfeife.ir.absorb import absorb
 from pfeife.ir.flops import underflows
 from pfeife.ir.messages import holders
-from pfeife.ir.parts import STATE_ROLES, Role, captured_sizes
+from pfeife.ir.parts import STATE_ROLES, Call, Port, Role, captured_sizes
 from pfeife.ir.program import Program
 from pfeife.lowering.buckets import owned_bytes
 from pfeife.lowering.clocks import Acknowledged, acknowledged
@@ -28,6 +28,7 @@ from pfeife.lowering.wiring import Wiring
 from pfeife.runtime.interpret import RankRunner
 from pfeife.runtime.step import Part
 
+_WHOLE = "whole gradients"  # of which a member computes a part
 _AGAIN = "buffers of before"  # for a step that may run again
 
 
@@ -122,8 +123,27 @@ def _held(
             # Of state that replicas share, each keeps the optimizer's for what it owns.
             is_owned = owners.get(port.fqn) in (None, places[rank][0])
             if state and port.fqn in trained and is_owned:
-                accounts[rank]["optimizer"] += state(port.shape, port.given_dtype)
+                accounts[rank]["optimizer"] += state(port.given_shape, port.given_dtype)
+    for rank, account in enumerate(accounts):
+        own = [p for p in program.ports(Role.PARAMETER) if _reads(users.get(p.fqn, ()), rank)]
+        _add_whole(account, [p for p in own if p.whole], trained, rounding)
     return accounts
+
+
+def _reads(calls: Iterable[Call], rank: int) -> bool:
+    return any(call.rank == rank for call in calls)
+
+
+def _add_whole(
+    account: dict[str, int], ports: Sequence[Port], trained: Container[str], rounding: int
+) -> None:
+    """What a rank holds beside parameters that it is given whole and computes with parts of."""
+    copies = [port for port in ports if port.split and port.split.copies]
+    account["parameters"] += sum(rounded(port.bytes, rounding) for port in copies)
+    gradients = [rounded(port.given_bytes, rounding) for port in ports if port.fqn in trained]
+    if gradients:
+        # They are gathered one by one: of the largest there are the parts beside it.
+        account[_WHOLE] = sum(gradients) + max(gradients)
 
 
 def _curve(

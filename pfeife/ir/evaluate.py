@@ -83,8 +83,8 @@ def state_of(
             raise ValueError(f"the state has no {port.role} {port.fqn}")
         check_tensor(whole_port(port), value, f"{port.role} {port.fqn}")
         state[port.fqn] = value.detach()
-        if port.split is not None and member is not None:
-            state[port.fqn] = port.split.parts(value.detach())[member]
+        if port.split is not None and not port.whole and member is not None:
+            state[port.fqn] = port.split.part(value.detach(), member)
     return state
 
 

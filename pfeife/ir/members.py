@@ -92,9 +92,18 @@ class Split:
 
     def parts(self, value: torch.Tensor) -> list[torch.Tensor]:
         """Every member's part of a whole tensor."""
+        return [self.part(value, member) for member in range(self.members)]
+
+    def part(self, value: torch.Tensor, member: int) -> torch.Tensor:
+        """A member's part of a whole tensor."""
         blocks = value.unflatten(self.dim, (self.before, self.members, -1))
-        pieces = blocks.unbind(self.dim + 1)
-        return [piece.flatten(self.dim, self.dim + 1).contiguous() for piece in pieces]
+        piece = blocks.select(self.dim + 1, member)
+        return piece.flatten(self.dim, self.dim + 1).contiguous()
+
+    @property
+    def copies(self) -> bool:
+        """Whether a part of a contiguous tensor is none itself, and so a copy."""
+        return self.dim > 0 or self.before > 1
 
     def join(self, parts: Tensors) -> torch.Tensor:
         """The whole tensor of every member's part."""

@@ -31,6 +31,7 @@ def shard(
     members: int,
     *,
     unknown: Literal["refuse", "gather"] = "refuse",
+    whole: bool = False,
 ) -> Callable[[Program], Program]:
     """A pass that cuts parameters over the members of a group, and all that is computed of them.
 
@@ -44,7 +45,8 @@ def shard(
     The result is the program of any one of the members; `pfeife.evaluate` runs it for all of them,
     on whole values. It agrees with the program that was given to within the rounding of sums that
     are cut. What has no rule is refused by its line, or, with `unknown="gather"`, computed by each
-    member as a whole.
+    member as a whole. With `whole` each member is given whole parameters, of which it takes its
+    parts, and gives whole gradients: then any optimizer does with them what it does on one device.
 
     Raises ValueError for a pattern that no parameter has, a dimension that is not there or that
     `members` does not divide, an operation without a rule, open sizes, and a program that is not
@@ -63,9 +65,19 @@ def shard(
         if program.ports(Role.SIZE):
             raise ValueError("shard: the program has open sizes; capture it with dynamic=False")
         splits = _splits(program, placements, members)
-        return _Member(program, splits, members, unknown == "gather").program()
+        local = _Member(program, splits, members, unknown == "gather").program()
+        return _given_whole(local) if whole else local
 
     return run
+
+
+def _given_whole(program: Program) -> Program:
+    """The same, whose parameters and gradients are whole outside of it."""
+    inputs, outputs = (
+        tuple(attrs.evolve(port, whole=port.split is not None) for port in ports)
+        for ports in (program.inputs, program.outputs)
+    )
+    return attrs.evolve(program, inputs=inputs, outputs=outputs)
 
 
 def _splits(

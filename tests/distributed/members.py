@@ -1,18 +1,22 @@
 """Groups of ranks that share the work of a stage: the bits of `evaluate`, which runs all members in
 lockstep."""
 
+import copy
 import functools
 import os
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from rows import row
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import pfeife
 from pfeife import sched
-from pfeife.cost import estimate, machine
+from pfeife.cost import estimate, machine, memory_curves
 from pfeife.factors import Place
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 
@@ -22,8 +26,9 @@ CPU_CORE = machine("cpu-core")
 class Block(nn.Module):
     """Attention with queries, keys and values of one product, and two layers with a dropout."""
 
-    def __init__(self):
+    def __init__(self, dropout=0.1):
         super().__init__()
+        self.dropout = dropout
         self.norm, self.qkv, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
         self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
 
@@ -31,16 +36,17 @@ class Block(nn.Module):
         qkv = self.qkv(self.norm(x)).chunk(3, -1)
         heads = [each.unflatten(-1, (4, 4)).transpose(1, 2) for each in qkv]
         attended = F.scaled_dot_product_attention(*heads, is_causal=True)
-        x = x + F.dropout(self.out(attended.transpose(1, 2).flatten(2)), 0.1)
-        return x + self.down(F.dropout(F.gelu(self.up(x)), 0.1))
+        x = x + F.dropout(self.out(attended.transpose(1, 2).flatten(2)), self.dropout)
+        return x + self.down(F.dropout(F.gelu(self.up(x)), self.dropout))
 
 
 class Words(nn.Module):
     """Two blocks between a vocabulary and itself."""
 
-    def __init__(self):
+    def __init__(self, dropout=0.1):
         super().__init__()
-        self.words, self.blocks = nn.Embedding(24, 16), nn.Sequential(Block(), Block())
+        self.words = nn.Embedding(24, 16)
+        self.blocks = nn.Sequential(Block(dropout), Block(dropout))
         self.head = nn.Linear(16, 24, bias=False)
 
     def forward(self, tokens):
@@ -125,3 +131,88 @@ def a_member_that_fails() -> None:
     else:
         raise AssertionError("a part of another shape was taken")
     assert torch.isfinite(pipeline(state, [tokens]).loss)
+
+
+PLAN = {
+    **{"*.qkv.*": Place(0, 3), "blocks.*.out": "rowwise", "blocks.*.up": ColwiseParallel()},
+    **{"blocks.*.down": RowwiseParallel(), "words": RowwiseParallel(), "head": "colwise"},
+}
+
+
+def trained(step, model, batches):
+    """Losses and norms of gradients."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for tokens in batches:
+        optimizer.zero_grad()
+        loss = step(tokens)
+        loss.backward()
+        yield float(loss.detach())
+        yield float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        optimizer.step()
+
+
+def trained_alike(**options) -> None:
+    """A loop as for one device: losses, norms and parameters to within the rounding of sums."""
+    torch.manual_seed(0)
+    model = Words(dropout=0.0).double()
+    plain = copy.deepcopy(model)
+    batches = [torch.randint(24, (8, 6)) for _ in range(3)]
+    step = pfeife.compile(lambda tokens: model(tokens), parallel=PLAN, microbatches=4, **options)
+    torch.testing.assert_close(
+        [*trained(step, model, batches)], [*trained(plain, plain, batches)], rtol=1e-12, atol=0
+    )
+    (compiled,) = step.backend.compiled
+    assert compiled.program.members == step.backend.options.members > 1
+    state = pfeife.full_state_dict(model)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=0, atol=1e-12)
+
+
+@row(ranks=(2, 4))
+def a_loop_of_one_stage() -> None:
+    trained_alike(members=int(os.environ["WORLD_SIZE"]))
+
+
+@row(ranks=(4,))
+def a_loop_of_stages() -> None:
+    trained_alike(members=2, schedule="zb-h1")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "pp"))
+    trained_alike(mesh=mesh, recompute="always")  # stages 0 2 and 1 3
+
+
+@row(ranks=(4,))
+def a_loop_of_replicas() -> None:
+    trained_alike(members=2, replicas=2)
+    trained_alike(members=2, replicas=2, batch="rank0")
+
+
+@row(ranks=(2,))
+def what_members_take() -> None:
+    """The account has whole parameters, their gradients and optimizer state on each of them."""
+    model, tokens = Words(), torch.randint(24, (4, 6))
+    step = pfeife.compile(lambda x: model(x), parallel=PLAN, members=2, microbatches=2)
+    step(tokens).backward()
+    (compiled,) = step.backend.compiled
+    (curve,) = memory_curves(compiled.program, compiled.schedule, optimizer="adam")
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    cut = [(name, p) for name, p in model.named_parameters() if "norm" not in name]
+    cut = [p for name, p in cut if name.split(".")[-2:] not in (["out", "bias"], ["down", "bias"])]
+    # A part of rows is a view of the whole; of columns, or of each of three blocks, it is a copy.
+    copies = sum(p.nbytes for p in cut if p.shape in ((16, 16), (16, 32), (48, 16), (48,))) // 2
+    assert curve.held["parameters"] == whole + copies
+    assert curve.held["optimizer"] == 2 * whole
+    gathered = sum(p.nbytes for p in cut) + max(p.nbytes for p in cut)
+    assert curve.held["whole gradients"] == gathered
+
+
+@row(ranks=(2,))
+def what_cannot_be_cut() -> None:
+    model, x = nn.Linear(4, 3), torch.ones(4, 4)
+    for options, words in (
+        ({"parallel": {"weight": 0}}, "which 2 members do not divide"),
+        ({"parallel": {"other": "colwise"}}, "no module is called 'other'"),
+        ({"parallel": {"weight": 1}, "dynamic": True}, "open sizes"),
+    ):
+        step = pfeife.compile(lambda x: model(x).sum(), members=2, loss_reduction="sum", **options)
+        with pytest.raises(ValueError, match=words):
+            step(x)

@@ -26,7 +26,7 @@ def assemble(
     """What runs the program's ranks in this process, and the state that it borrows from others. On
     ranks the state that they train is theirs from here on."""
     world, options, place = task.world, task.options, task.place
-    mesh = Mesh(len(schedule.ranks), options.replicas)
+    mesh = Mesh(len(schedule.ranks), options.replicas, members=options.members)
     if world:
         mesh = attrs.evolve(mesh, order=task.builder.mesh(world).order)
     task.artifacts.ranks(program, range(mesh.ranks) if place is None else [place])

@@ -222,7 +222,7 @@ def _planned(
         world.ownership.adopt(*state, world)
         owners = world.ownership.of(*state)
         replicas = options.replicated(world.ownership.replicas(*state[:2]))
-        ranks = ranks or world.size // options.replicas
+        ranks = ranks or builder.mesh(world).ranks
     if builder.home is not None:
         ports = captured.program.ports(Role.PARAMETER, Role.BUFFER)
         owners = {port.fqn: frozenset({builder.home}) for port in ports} | owners

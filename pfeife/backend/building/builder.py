@@ -49,8 +49,9 @@ class Builder:
                 f"{world.size} processes: start {mesh.size} (torchrun --nproc-per-node)"
             )
         if mesh is None:
-            ranks = max(1, world.size // replicas)
-            mesh = self.layouts[0] if self.layouts else Mesh(ranks, replicas)
+            members = self.options.members
+            ranks = max(1, world.size // (replicas * members))
+            mesh = self.layouts[0] if self.layouts else Mesh(ranks, replicas, members=members)
         # Each replica is given rows of its own: a rank without a replica would be given rows that
         # nobody trains with.
         if self.options.batch == "replica" and mesh.size != world.size:
@@ -84,6 +85,7 @@ class Builder:
         # that.
         free = options.mesh is None and options.batch != "replica" and not self.layouts
         several = mesh.ranks > 1 and mesh.replicas > 1 and mesh.size == world.size
+        several &= mesh.members == 1
         trains = planning.clusters.ports(Role.GRADIENT) and not world.ownership.owns_any(args)
         if network and free and several and trains and network.joins(world.size):
             self.layouts.append(laid_out(planning, world, network, mesh))
@@ -96,5 +98,6 @@ class Builder:
         # and this step goes there.
         if len(meshes) == 1 and self.options.mesh is None and self.options.batch != "replica":
             (trained,) = meshes
-            if (trained.ranks, trained.replicas) == (mesh.ranks, mesh.replicas):
+            sizes = [(each.ranks, each.replicas, each.members) for each in (trained, mesh)]
+            if sizes[0] == sizes[1]:
                 self.layouts[:] = [trained]

@@ -4,6 +4,7 @@ import attrs
 
 from pfeife import _torch
 from pfeife.backend.building.own_passes import check_unchanged
+from pfeife.backend.building.sharding import sharding
 from pfeife.backend.building.sync_batch_norm import check_synced
 from pfeife.backend.building.task import Task
 from pfeife.backend.calls.together import together
@@ -65,8 +66,8 @@ def _checked(task: Task) -> Captured:
 
 
 def _passes(task: Task, captured: Captured) -> list[Pass]:
-    """What makes sums of gradients, and the caller's own parameters, as wide as was asked for, and
-    has batch norms track the whole batch."""
+    """What makes sums of gradients, and the caller's own parameters, as wide as was asked for, has
+    batch norms track the whole batch, and cuts operations over the members of a group."""
     wide, narrow = task.options.accumulate, task.options.param_dtype
     passes = [] if wide is None else [accumulate_in(wide)]
     if task.options.deferred_batch_norm:
@@ -76,7 +77,7 @@ def _passes(task: Task, captured: Captured) -> list[Pass]:
         for dtype in sorted({slots[port.name].dtype for port in ports} - {narrow}, key=str):
             masters = {port.name for port in ports if slots[port.name].dtype == dtype}
             passes.append(master_weights(dtype, masters))
-    return passes
+    return passes + sharding(task, captured)
 
 
 def check_own_passes(task: Task, captured: Captured, history: History) -> None:

@@ -81,9 +81,11 @@ class Compiled:
         """What was built, in a line."""
         ports = self.program.ports(Role.BATCH)
         rows = {p.shape[p.batch_dim] for p in ports if p.batch_dim is not None}
-        stages, ranks = self.program.units, len(self.schedule.ranks) * self.program.replicas
+        stages, members = self.program.units, self.program.members
+        ranks = len(self.schedule.ranks) * self.program.replicas * members
         each = f" of {min(rows)} rows" if rows else ""
-        return f"{stages} stages on {ranks} ranks, {self.microbatches} microbatches{each}"
+        shared = f", {members} to a stage" if members > 1 else ""
+        return f"{stages} stages on {ranks} ranks{shared}, {self.microbatches} microbatches{each}"
 
     def breaks(self, args: Sequence[Any], count: int) -> str:
         """What the program, as passes have left it, assumes of the sizes of arguments and is

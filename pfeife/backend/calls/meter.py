@@ -140,6 +140,7 @@ class Meter:
     def _constant(self, compiled: Compiled, sizes: Mapping[str, int]) -> StepFigures:
         """What is the same in every call of what was compiled, at such sizes."""
         program, count = resized(compiled.program, sizes), compiled.microbatches
+        times = count * program.members  # each of whom computes a part
         device = next((p.device for p in program.ports(Role.PARAMETER)), torch.device("cpu"))
         machine = self.machine or default_machine(device)
         # Of the program as captured: what is computed again to save memory is no work of the model.
@@ -153,8 +154,8 @@ class Meter:
             outside_seconds=0.0,
             samples=count * rows,
             tokens=count * tokens,
-            flops=count * sum(flops.values()),
-            peak_seconds=count * at_peak / len(peaks),
+            flops=times * sum(flops.values()),
+            peak_seconds=times * at_peak / len(peaks),
             machine=machine.name,
             account_bytes=peaks,
         )
@@ -163,7 +164,7 @@ class Meter:
         """Bytes of every rank of the world at its peak, by the account."""
         pipeline = compiled.pipeline
         ranks = len(compiled.schedule.ranks)
-        mesh, apart = Mesh(ranks, program.replicas), False
+        mesh, apart = Mesh(ranks, program.replicas, members=program.members), False
         if isinstance(pipeline, DistributedPipeline):
             mesh, apart = pipeline.mesh, pipeline.apart
         # Where replicas share the parameters out, each of them keeps another part of the state.

@@ -17,6 +17,7 @@ from pfeife.data.checks import Check
 from pfeife.data.optimizers import Optimizer, optimizer_of
 from pfeife.data.plan import Plan
 from pfeife.data.schedule import Schedule
+from pfeife.factors import Place
 from pfeife.passes.compose import LEVELS, Passes
 from pfeife.sched import POLICIES
 from pfeife.sched.cutting import CutAt, Partition, RecomputePolicy
@@ -248,9 +249,55 @@ def boundaries(partition: Partition | CutAt | None) -> dict[str, str]:
     return {str(module): "begin" for module in partition} if named else {}  # type: ignore[union-attr]
 
 
+def check_parallel(instance: object, attribute: attrs.Attribute, value: Any) -> None:
+    """Raises ValueError for what is no plan of how parameters are cut."""
+    names = isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+    if value is not None and not names:
+        raise ValueError(
+            f"option parallel={value!r}: must be a mapping from patterns of modules' names to "
+            "torch's styles (ColwiseParallel()) or Hugging Face's words ('colwise'), or from those "
+            "of parameters' names to dimensions"
+        )
+
+
+def described_parallel(plan: Mapping[str, Any] | None) -> str:
+    """A plan as all ranks write it: styles of torch's by their names."""
+    if plan is None:
+        return "None"
+    plain = str | int | Place
+    return repr(
+        {n: how if isinstance(how, plain) else type(how).__name__ for n, how in plan.items()}
+    )
+
+
+# What members cannot do yet, and what there is instead.
+_WITHOUT_MEMBERS = {
+    "data_parallel": ("average", "each replica has the gradients of all"),
+    "compiler": ("aot_eager", "bodies run as they are"),
+    "cuda_graphs": (False, "bodies run as they are"),
+    "costs": ("estimate", "a stage cannot be run by one member alone"),
+}
+
+
+def _check_members(options: Any) -> None:
+    if (options.members > 1) != (options.parallel is not None):
+        raise ValueError(
+            f"options members={options.members} and parallel={described_parallel(options.parallel)}"
+            ": members say how many ranks share a stage, and parallel how its parameters are cut; "
+            "give both, or none"
+        )
+    for name, (only, why) in _WITHOUT_MEMBERS.items() if options.members > 1 else ():
+        if getattr(options, name) != only:
+            raise ValueError(
+                f"options members={options.members} and {name}={described(getattr(options, name))}"
+                f": with members {why}; leave {name} out"
+            )
+
+
 def check_together(options: Any) -> None:
     """Raises ValueError if a given plan or schedule is for other microbatches or stages than are
     asked for. A call with a smaller batch may later run the first of its microbatches."""
+    _check_members(options)
     plan, schedule = options.plan, options.schedule
     # The usual one cannot be told from one that was typed.
     if plan is not None and schedule != "1f1b":

@@ -177,6 +177,24 @@ class ReplicaOptions:
 
 
 @attrs.frozen(kw_only=True, slots=False)
+class ParallelOptions:
+    """Parallelism inside a stage.
+
+    members: How many ranks share the work of each stage. A stage's ranks are neighbours, and a
+        `mesh` gives them as its dimension `"tp"`. See [parallelism inside a stage](sharding.md).
+    parallel: How parameters are cut over the members: a plan from patterns of modules' names to
+        torch's styles (`{"layers.*.up": ColwiseParallel()}`) or Hugging Face's words (`"colwise"`,
+        as `model.config.base_model_tp_plan` has them), or from patterns of parameters' names to
+        dimensions (`{"*.up.weight": 0}`). All else follows.
+    """
+
+    members: int = attrs.field(default=1, validator=checks.count)
+    parallel: Mapping[str, Any] | None = attrs.field(
+        default=None, validator=checks.check_parallel, repr=checks.described_parallel
+    )
+
+
+@attrs.frozen(kw_only=True, slots=False)
 class CostOptions:
     """What things cost.
 
@@ -392,6 +410,6 @@ class ShownOptions:
 
 
 SECTIONS: tuple[type[attrs.AttrsInstance], ...] = (
-    *(BatchOptions, CutOptions, ScheduleOptions, ReplicaOptions, CostOptions, MemoryOptions),
-    *(PrecisionOptions, ResultOptions, CaptureOptions, RunOptions, ShownOptions),
+    *(BatchOptions, CutOptions, ScheduleOptions, ReplicaOptions, ParallelOptions, CostOptions),
+    *(MemoryOptions, PrecisionOptions, ResultOptions, CaptureOptions, RunOptions, ShownOptions),
 )

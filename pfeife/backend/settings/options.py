@@ -19,6 +19,7 @@ from pfeife.backend.settings.option_table import (
     CostOptions,
     CutOptions,
     MemoryOptions,
+    ParallelOptions,
     PrecisionOptions,
     ReplicaOptions,
     ResultOptions,
@@ -67,6 +68,7 @@ class Options(
     CutOptions,
     ScheduleOptions,
     ReplicaOptions,
+    ParallelOptions,
     CostOptions,
     MemoryOptions,
     PrecisionOptions,
@@ -146,15 +148,18 @@ def options_from(options: Mapping[str, Any]) -> Options:
         near = [close for name in unknown for close in get_close_matches(name, names, n=1)]
         meant = f"did you mean {near}?" if near else f"there are {names}"
         raise ValueError(f"unknown options {unknown}; {meant}")
-    # A mesh counts the replicas, so that they need not be said; before any check looks at them.
+    # A mesh counts replicas and members, so that they need not be said; before any check looks at
+    # them.
     mesh = mesh_of(options.get("mesh"))
     if mesh is not None:
-        if options.get("replicas", mesh.replicas) != mesh.replicas:
-            raise ValueError(
-                f"options replicas={options['replicas']} and mesh={options['mesh']!r}, which has "
-                f"{mesh.replicas}: leave the first one out"
-            )
-        options = {**options, "mesh": mesh, "replicas": mesh.replicas}
+        counts = {"replicas": mesh.replicas, "members": mesh.members}
+        for name, count in counts.items():
+            if options.get(name, count) != count:
+                raise ValueError(
+                    f"options {name}={options[name]} and mesh={options['mesh']!r}, which has "
+                    f"{count}: leave the first one out"
+                )
+        options = {**options, "mesh": mesh, **counts}
     made = Options(**options)
     check_together(made)
     return made

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from pfeife.runtime.distributed.liveness.heartbeat import Activity
 from pfeife.runtime.distributed.packing import pack, views
 from pfeife.runtime.distributed.process_group import join_world
 from pfeife.runtime.distributed.transport import DistributedTransport
+from pfeife.runtime.distributed.whole_state import own_parts, whole_gradients
 from pfeife.runtime.distributed.world import World
 from pfeife.runtime.failure import CollectiveError, describe
 from pfeife.runtime.interpret import RankRunner
@@ -68,13 +70,13 @@ class DistributedPipeline(Pipeline["DistributedStep"]):
         self.apart = apart
         world = self._world()
         ranks = len(schedule.ranks)
-        whole = mesh or Mesh(ranks, program.replicas, members=program.members)
-        if whole.members != program.members:
+        mesh = mesh or Mesh(ranks, program.replicas, members=program.members)
+        if mesh.members != program.members:
             raise ValueError(
-                f"the mesh has groups of {whole.members} members, the program is for "
+                f"the mesh has groups of {mesh.members} members, the program is for "
                 f"{program.members}"
             )
-        self.mesh = whole.of_member(world.rank) if world.rank < whole.size else whole
+        self.mesh = mesh.of_member(world.rank) if world.rank < mesh.size else mesh
         with world.building("a pipeline"):
             world.check_agreement(f"{program}\n{schedule.to_csv()}", "what the ranks will run")
             self.transport = DistributedTransport(world, self.mesh, program, apart)
@@ -155,10 +157,10 @@ class DistributedPipeline(Pipeline["DistributedStep"]):
         what its stages use."""
         by_rank: dict[int, list[torch.Tensor]] = {rank: [] for rank in range(self.mesh.size)}
         for port, value in batch.items():
-            for rank in self._readers[port.name]:
-                for replica in range(self.mesh.replicas):
-                    rows = self._rows_of(replica, port, value.detach())
-                    by_rank[self.mesh.in_world(replica, rank)].append(rows)
+            for rank, replica in product(self._readers[port.name], range(self.mesh.replicas)):
+                rows = self._rows_of(replica, port, value.detach())
+                for mesh in self.mesh.each_member:
+                    by_rank[mesh.in_world(replica, rank)].append(rows)
         return by_rank
 
     def _rows_of(self, replica: int, port: Port, value: torch.Tensor) -> torch.Tensor:
@@ -182,6 +184,7 @@ class DistributedPipeline(Pipeline["DistributedStep"]):
 
     def _started(self, state: State, parts: Sequence[Part]) -> "DistributedStep":
         transport = self.transport.for_step()
+        state = own_parts(self.runner.state, state, self.mesh.member)
         return DistributedStep(self, self.runner.start(state, parts[0], transport), transport)
 
 
@@ -268,9 +271,11 @@ class DistributedStep(PipelineStep):
             )
             batch_gradients = averaged(self.pipeline.program, shared_gradients)
             buffers = self._with_statistics(rank_result).buffers if outputs else {}
+            ports = self.pipeline.program.ports(Role.GRADIENT)
+            gradients = whole_gradients(ports, rank_result.gradients, self.transport)
             # Last, since every rank waits here for all: either all have a result, or none has.
             loss, overflow, self.figures = self._loss(rank_result)
-            return Result(loss, shared, rank_result.gradients, buffers, batch_gradients, overflow)
+            return Result(loss, shared, gradients, buffers, batch_gradients, overflow)
 
     def _with_statistics(self, rank_result: Result) -> Result:
         program, world, mesh = self.pipeline.program, self.transport.world, self.pipeline.mesh

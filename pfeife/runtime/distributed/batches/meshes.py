@@ -9,6 +9,7 @@ from pfeife.data.machine import Mesh
 
 MeshLike = Mesh | DeviceMesh | str
 _PIPELINE, _REPLICAS = ("pp", "pipeline", "stage"), ("dp", "replicate", "data")
+_MEMBERS = ("tp", "tensor")
 
 
 def mesh_of(mesh: MeshLike | None) -> Mesh | None:
@@ -50,13 +51,17 @@ def _of_sizes(sizes: list[int], text: str) -> Mesh:
 
 def _of_device_mesh(mesh: DeviceMesh) -> Mesh:
     names = list(mesh.mesh_dim_names or ())
-    pipeline = [at for at, name in enumerate(names) if name in _PIPELINE]
-    replicas = [at for at, name in enumerate(names) if name in _REPLICAS]
-    if len(pipeline) != 1 or len(replicas) > 1 or len(pipeline + replicas) != len(names):
+    kinds = (_REPLICAS, _PIPELINE, _MEMBERS)
+    places = [[at for at, name in enumerate(names) if name in kind] for kind in kinds]
+    dims = [at for each in places for at in each]
+    _, pipeline, members = places
+    if not pipeline + members or len(dims) != len(names) or any(len(each) > 1 for each in places):
         raise ValueError(
             f"option mesh: a DeviceMesh with the dimensions {names}, of which one must be named "
-            f"for the pipeline {_PIPELINE}, and one may be for its replicas {_REPLICAS}"
+            f"for the pipeline {_PIPELINE} or for the ranks that share a stage {_MEMBERS}, and one "
+            f"may be for its replicas {_REPLICAS}"
         )
-    ordered = mesh.mesh.permute(*replicas, *pipeline).reshape(-1, mesh.mesh.shape[pipeline[0]])
-    count, ranks = ordered.shape
-    return Mesh(ranks, count, tuple(ordered.flatten().tolist()))
+    # Members of a group beside one another, within a pipeline, replica after replica.
+    order = tuple(mesh.mesh.permute(*dims).flatten().tolist())
+    replicas, ranks, size = (mesh.mesh.shape[at[0]] if at else 1 for at in places)
+    return Mesh(ranks, replicas, order, size)

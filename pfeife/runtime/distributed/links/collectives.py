@@ -58,11 +58,14 @@ class Collectives:
         assert group.group is not None
         place, members = group.group.place, len(group.group.ranks)
         alone = collective in (member, part)  # nothing is sent for these
-        values = [value] * members if alone else _gathered(group, group.group, value.contiguous())
+        values = [value] * members if alone else gathered(group, value)
         return MEANING[collective](values, *rest)[place]
 
 
-def _gathered(group: Group, connection: Connection, value: torch.Tensor) -> list[torch.Tensor]:
-    values = [torch.empty_like(value) for _ in connection.ranks]
-    group.wait(connection.group.allgather([values], [value]))
+def gathered(group: Group, value: torch.Tensor) -> list[torch.Tensor]:
+    """A tensor of each member, in their order (collective)."""
+    assert group.group is not None
+    value = value.contiguous()
+    values = [torch.empty_like(value) for _ in group.group.ranks]
+    group.wait(group.group.group.allgather([values], [value]))
     return values

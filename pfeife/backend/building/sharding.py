@@ -1,0 +1,44 @@
+"""The options `parallel` and `members`: how a step's parameters are cut over a group of ranks."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from pfeife.backend.building.task import Task
+from pfeife.factors import Place
+from pfeife.frontend.captured import Captured
+from pfeife.frontend.placements import placements
+from pfeife.ir.parts import Role
+from pfeife.passes import merge_collectives, shard
+from pfeife.passes.compose import Pass
+
+
+def sharding(task: Task, captured: Captured) -> list[Pass]:
+    """The passes that make the program that of one member, none where there is one alone. Raises
+    ValueError in one process, which cannot be several members."""
+    members = task.options.members
+    if members == 1:
+        return []
+    if task.world is None:
+        raise ValueError(
+            f"option members={members}: the members of a group are processes; start {members} for "
+            "each stage (torchrun --nproc-per-node)"
+        )
+    places = _placements(task, captured)
+    return [shard(places, members, whole=True), merge_collectives()]
+
+
+def _placements(task: Task, captured: Captured) -> dict[str, int | Place]:
+    """The dimensions of parameters: by patterns of their own names as they were given, by their
+    canonical ones where a plan names modules."""
+    asked: Mapping[str, Any] = task.options.parallel or {}
+    by_name = {name: dim for name, dim in asked.items() if isinstance(dim, int | Place)}
+    plan = {name: style for name, style in asked.items() if name not in by_name}
+    # What the step calls a parameter depends on how it reaches the model: the tensor is the same.
+    roots = nn.ModuleList(task.graph.inputs.modules)
+    tensors = dict(roots.named_parameters(remove_duplicate=False))
+    dims = {id(tensors[name]): dim for name, dim in placements(roots, plan).items()}
+    slots, ports = task.slots(captured), captured.program.ports(Role.PARAMETER)
+    planned = {port.fqn: dims[id(t)] for port in ports if id(t := slots[port.name]) in dims}
+    return {**by_name, **planned}
