@@ -151,7 +151,7 @@ class ScheduleOptions:
 
 @attrs.frozen(kw_only=True, slots=False)
 class ReplicaOptions:
-    """Replicas.
+    """Replicas and members.
 
     replicas: How many pipelines share the microbatches and average their gradients.
     data_parallel: What the replicas do with their gradients. `"average"`: every replica gets all of
@@ -165,6 +165,12 @@ class ReplicaOptions:
         are. Or a `DeviceMesh` with dimensions `"pp"` and `"dp"`, or a `Mesh`. The mesh gives
         `replicas`. Without a mesh, the ranks of a pipeline are neighbours; if `network` has all
         links and a step is faster that way by estimate, the ranks of the replicas are.
+    members: How many ranks share the work of each stage. A stage's ranks are neighbours, and a
+        `mesh` gives them as its dimension `"tp"`. See [parallelism inside a stage](sharding.md).
+    parallel: How parameters are cut over the members: a plan from patterns of modules' names to
+        torch's styles (`{"layers.*.up": ColwiseParallel()}`) or Hugging Face's words (`"colwise"`,
+        as `model.config.base_model_tp_plan` has them), or from patterns of parameters' names to
+        dimensions (`{"*.up.weight": 0}`). All else follows.
     """
 
     replicas: int = attrs.field(default=1, validator=checks.count)
@@ -174,20 +180,6 @@ class ReplicaOptions:
     )
     bucket_bytes: int = attrs.field(default=BUCKET_BYTES, validator=checks.count)
     mesh: Mesh | None = attrs.field(default=None, converter=mesh_of)
-
-
-@attrs.frozen(kw_only=True, slots=False)
-class ParallelOptions:
-    """Parallelism inside a stage.
-
-    members: How many ranks share the work of each stage. A stage's ranks are neighbours, and a
-        `mesh` gives them as its dimension `"tp"`. See [parallelism inside a stage](sharding.md).
-    parallel: How parameters are cut over the members: a plan from patterns of modules' names to
-        torch's styles (`{"layers.*.up": ColwiseParallel()}`) or Hugging Face's words (`"colwise"`,
-        as `model.config.base_model_tp_plan` has them), or from patterns of parameters' names to
-        dimensions (`{"*.up.weight": 0}`). All else follows.
-    """
-
     members: int = attrs.field(default=1, validator=checks.count)
     parallel: Mapping[str, Any] | None = attrs.field(
         default=None, validator=checks.check_parallel, repr=checks.described_parallel
@@ -410,6 +402,6 @@ class ShownOptions:
 
 
 SECTIONS: tuple[type[attrs.AttrsInstance], ...] = (
-    *(BatchOptions, CutOptions, ScheduleOptions, ReplicaOptions, ParallelOptions, CostOptions),
-    *(MemoryOptions, PrecisionOptions, ResultOptions, CaptureOptions, RunOptions, ShownOptions),
+    *(BatchOptions, CutOptions, ScheduleOptions, ReplicaOptions, CostOptions, MemoryOptions),
+    *(PrecisionOptions, ResultOptions, CaptureOptions, RunOptions, ShownOptions),
 )
