@@ -1,6 +1,7 @@
 """Costs without the device: a roofline over operations and bytes."""
 
 from collections.abc import Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.utils import _pytree as pytree
 from pfeife.data.machine import Machine
 from pfeife.data.plan import Costs
 from pfeife.ir.flops import computed_dtype, node_flops, operation_of
+from pfeife.ir.members import MEANING, member, part
 from pfeife.ir.messages import call_of
 from pfeife.ir.nodes import returned
 from pfeife.ir.outline import is_view
@@ -22,7 +24,9 @@ def estimate(program: Program, machine: Machine | Sequence[Machine]) -> Costs:
     dtype and bytes over its bandwidth (Williams et al., Roofline, CACM 2009), and a launch.
 
     FLOPs are torch.utils.flop_counter's; bytes are those of all tensors read and written. To
-    add up a gradient reads two tensors and writes one. Of several machines, one a rank, each call
+    add up a gradient reads two tensors and writes one. Members of a group wait for what the others
+    send, one after another (an all-gather of p ranks in a ring: (p - 1) latencies and messages,
+    Thakur et al., IJHPCA 2005), over the machine's link. Of several machines, one a rank, each call
     is on that of its rank; raises ValueError where it has none, or there are fewer machines.
     """
     seconds: dict[str, float] = {}
@@ -57,9 +61,22 @@ def _machine_of(call: Call, machine: Machine | Sequence[Machine]) -> Machine:
 
 def node_seconds(node: fx.Node, machine: Machine) -> float:
     """Seconds of one node; views and what is no operation take none."""
+    if node.target in MEANING:
+        return _collective_seconds(node, machine)
     if node.op != "call_function" or is_view(node) or not hasattr(operation_of(node)[0], "_schema"):
         return 0.0
     return machine.launch_seconds + max(_rooflines(node, machine))
+
+
+def _collective_seconds(node: fx.Node, machine: Machine) -> float:
+    """What a member takes to tell the others its tensor and hear theirs, and to work on them."""
+    target: Any = node.target
+    moved = machine.launch_seconds + sum(_rooflines(node, machine))
+    if target in (member, part):  # nothing is sent for these
+        return moved
+    others = signature(target).bind(*node.args, **node.kwargs).arguments["members"] - 1
+    (value,) = node.all_input_nodes
+    return moved + others * machine.transfer_seconds(_bytes(value.meta.get("val")))
 
 
 def compute_bound(node: fx.Node, machine: Machine) -> bool:

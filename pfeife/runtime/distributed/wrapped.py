@@ -16,10 +16,10 @@ def check_alone(roots: Iterable[Any], tensors: Iterable[Any] = ()) -> None:
     if wrapper is not None:
         raise ValueError(
             f"{wrapper}, and a rank of a pipeline has the parameters of its own stages alone: "
-            "leave that out (replicas= and data_parallel= do it for pipelines). Whose loop does it "
-            "by itself takes pipelined(Trainer, ...) of pfeife.integrations.transformers, "
-            "Accelerator of pfeife.integrations.accelerate, or PipelineStrategy of "
-            "pfeife.integrations.lightning"
+            "leave that out (replicas= and data_parallel= do it for pipelines, members= and "
+            "parallel= cut the layers of a stage). Whose loop does it by itself takes "
+            "pipelined(Trainer, ...) of pfeife.integrations.transformers, Accelerator of "
+            "pfeife.integrations.accelerate, or PipelineStrategy of pfeife.integrations.lightning"
         )
 
 
