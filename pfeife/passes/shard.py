@@ -63,7 +63,10 @@ def shard(
         if program.calls or program.members > 1:
             raise ValueError("shard: the program is fused or sharded already; shard a flat one")
         if program.ports(Role.SIZE):
-            raise ValueError("shard: the program has open sizes; capture it with dynamic=False")
+            raise ValueError(
+                "shard: the program has open sizes; capture it with dynamic=False, by "
+                "pfeife.compile(step, dynamic=False) and not by torch.compile's name"
+            )
         splits = _splits(program, placements, members)
         local = _Member(program, splits, members, unknown == "gather").program()
         return _given_whole(local) if whole else local
