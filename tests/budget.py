@@ -31,7 +31,7 @@ BUDGET = {
     "frontend/cache": 450,
     "frontend/checks": 790,
     "frontend/deferred": 930,
-    "frontend/rows": 970,
+    "frontend/rows": 990,
     "frontend/trace": 1590,
     "integrations": 340,
     "ir": 1930,

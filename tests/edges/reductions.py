@@ -230,7 +230,7 @@ def tokens_that_stay_sorted():
     expected = plainly(model, step, parts(batch, 2), 2)
     with said() as found:
         check(model, pfeife.compile(step, microbatches=2)(*batch), expected)
-    assert len(found) == 1 and "combine is not known, because of sort in" in found[0], found
+    assert len(found) == 1 and "depend on one another, in sort in" in found[0], found
 
 
 @row()
@@ -281,7 +281,7 @@ def rows_of_which_a_small_mean_is_taken():
     expected = plainly(model, step, parts(batch, 2), 2)
     with said() as found:
         check(model, pfeife.compile(step, microbatches=2)(*batch), expected)
-    assert len(found) == 1 and "combine is not known, because of add in" in found[0], found
+    assert len(found) == 1 and "depend on one another, in add in" in found[0], found
 
 
 @row()

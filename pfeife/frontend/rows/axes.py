@@ -13,6 +13,9 @@ import attrs
 from pfeife.factors.axes import Axes, dims_of, reduced
 from pfeife.frontend.rows.value import RowOperation, Rows, Rule, Stuck, shape_of
 
+# What makes each element along a dimension of others there.
+_ALONG = ("cumsum", "cumprod", "logcumsumexp", "sort", "flip", "roll")
+
 
 def moved(axes: Axes) -> Rule:
     """The rule of an operation that leaves the values as they are, sums and means too."""
@@ -23,7 +26,7 @@ def moved(axes: Axes) -> Rule:
             return rows
         place = axes(operation, shape_of(source))[rows.dim]
         if place is None:
-            raise Stuck
+            raise Stuck(whole=True)
         return attrs.evolve(rows, dim=place)
 
     return rule
@@ -38,7 +41,8 @@ def each_row(axes: Axes) -> Rule:
             raise Stuck
         place = axes(operation, shape_of(source))[rows.dim]
         if place is None or rows.power:
-            raise Stuck(mixes=place is None and "softmax" in operation.name)
+            mixes = "softmax" in operation.name or operation.name in _ALONG
+            raise Stuck(mixes=place is None and mixes, whole=place is None and axes is reduced)
         return attrs.evolve(rows, dim=place, maybe=frozenset())
 
     return rule

@@ -93,7 +93,7 @@ def aligned(operation: RowOperation) -> Rows:
     # A sum or mean over the rows of one microbatch is not that of the batch: added to each row
     # (x - x.mean(0)), it makes them depend on the others.
     if partial and (places or len(partial) > 1):
-        raise Stuck
+        raise Stuck(mixes=bool(places))
     if not places:
         return partial[0] if partial else FIXED
     if len(places) != 1:  # rows beside columns: x[:, None] - x[None]
@@ -127,7 +127,7 @@ def sum_of(operation: RowOperation) -> Rows:
     # make that of the batch, nobody can tell.
     if parts[0].power != parts[1].power:
         low = min(parts, key=lambda rows: rows.power)
-        raise Stuck(numbers=1 in low.maybe)
+        raise Stuck(numbers=1 in low.maybe, mixes=_beside_rows(parts))
     powers = {rows.power for rows in parts}
     if any(rows.dim is not None for rows in parts):
         return attrs.evolve(aligned(operation), power=powers.pop(), maybe=maybe)
@@ -158,8 +158,14 @@ def quotient(operation: RowOperation) -> Rows:
         maybe = left.maybe | frozenset(-power for power in right.maybe)
         return Rows(varies=True, maybe=maybe, counts=frozenset({operation.arguments["other"]}))
     if right.varies and right.dim is None:
-        raise Stuck
+        raise Stuck(mixes=_beside_rows([left, right]))
     return _scaled(operation, left, right, -1)
+
+
+def _beside_rows(operands: Sequence[Rows]) -> bool:
+    """Whether a sum or mean over the rows is beside rows, which then depend on one another."""
+    sums = any(rows.varies and rows.dim is None for rows in operands)
+    return sums and any(rows.dim is not None for rows in operands)
 
 
 def _scaled(operation: RowOperation, left: Rows, right: Rows, sign: int) -> Rows:

@@ -31,7 +31,7 @@ def contracted(left: str, right: str, equation: str, added: str = "") -> Rule:
                 raise Stuck
             return Rows(True, power=power + 1, maybe=maybe)
         if any(rows.power or (rows.varies and rows.dim is None) for rows in (a, b)):
-            raise Stuck
+            raise Stuck(mixes=any(rows.varies and rows.dim is None for rows in (a, b)))
         # Rows beside rows must be a batch of products; x @ x.t() has a product for each pair.
         if None not in along and (along[0] != along[1] or a.before != b.before):
             raise Stuck(mixes=not shared.intersection(along))
@@ -66,6 +66,12 @@ def batch_norm(operation: RowOperation) -> tuple[Rows, ...]:
     if rows.dim != 0 or rows.before != 1 or rows.power:
         raise Stuck
     return (Rows(True, 0), *[Rows(True, plain=True)] * 5)  # no overload has more results
+
+
+def distances(operation: RowOperation) -> Rows:
+    """cdist: with rows beside rows there is one for each pair of them."""
+    beside = [rows.dim == len(shape_of(node)) - 2 for node, rows in operation.operands()]
+    raise Stuck(mixes=all(beside))
 
 
 def batchwise(operation: RowOperation) -> Rows:

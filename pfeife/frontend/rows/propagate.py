@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from pfeife.frontend.rows.table import rule_of
-from pfeife.frontend.rows.value import FIXED, Known, RowOperation, Rows, Stuck, Unknown
+from pfeife.frontend.rows.value import FIXED, Known, RowOperation, Rows, Stuck, Unknown, moves
 from pfeife.ir.nodes import bound
 
 _NONE: Mapping[fx.Node, Any] = {}
@@ -40,10 +40,23 @@ def follow(
         stuck = next(
             (k for k in map(rows_of.get, node.all_input_nodes) if isinstance(k, Unknown)), None
         )
-        result = stuck or _by_rule(operation)
+        result = _onwards(operation, stuck) if stuck else _by_rule(operation)
         looked = isinstance(result, Unknown) and node in seen
         rows_of[node] = Rows(varies=True, dim=seen[node]) if looked else result
     return {node: _settled(node, rows_of[node]) for node in wanted}
+
+
+def _onwards(operation: RowOperation, stuck: Unknown) -> Unknown:
+    """What is computed of an unknown value. One of all rows beside rows (x - x.amax(0)) makes each
+    of these depend on the others."""
+    operands = map(operation.rows_of.get, operation.node.all_input_nodes)
+    if stuck.whole and any(map(_has_rows, operands)):
+        return Unknown(operation.node, mixes=True)
+    return stuck
+
+
+def _has_rows(rows: Any) -> bool:
+    return isinstance(rows, Rows) and rows.dim is not None
 
 
 def _by_rule(operation: RowOperation) -> Any:
@@ -52,7 +65,11 @@ def _by_rule(operation: RowOperation) -> Any:
         return _noting_losses(operation, rule_of(operation)(operation))
     except Stuck as reason:
         # With a value for every pair of rows these look at one another, whatever the operation.
-        return Unknown(operation.node, reason.numbers, reason.mixes or _has_pairs(operation))
+        mixes = reason.mixes or _has_pairs(operation)
+        # Of sums and means over the rows comes something that has none, whatever the operation.
+        operands = [rows for _, rows in operation.operands()]
+        of_sums = any(map(moves, operands)) and not any(map(_has_rows, operands))
+        return Unknown(operation.node, reason.numbers, mixes, reason.whole or of_sums)
     except KeyError:  # an overload without the argument that the rule is about
         return Unknown(operation.node, mixes=_has_pairs(operation))
 

@@ -109,6 +109,8 @@ RULES: dict[str, Rule] = ARITHMETIC | {
     "baddbmm": layers.contracted("batch1", "batch2", "bij,bjk->bik", added="self"),
     "mv": layers.contracted("self", "vec", "ij,j->i"),
     "dot": layers.contracted("self", "tensor", "i,i->"),
+    "_cdist_forward": layers.distances,
+    "_euclidean_dist": layers.distances,
     **_table(
         "convolution native_group_norm max_pool2d_with_indices "
         "max_pool3d_with_indices avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d "

@@ -39,11 +39,13 @@ class Rows:
 class Unknown:
     """No rule says how a value depends on the rows, because of a node. `numbers`: it is a number
     that may count rows, which the graph for more rows would tell. `mixes`: there rows look at one
-    another, as in attention between them or in a product for every pair."""
+    another, as in attention between them or in a product for every pair. `whole`: it is one of all
+    rows, such as the largest, and has none itself."""
 
     node: fx.Node
     numbers: bool = False
     mixes: bool = False
+    whole: bool = False
 
     def __str__(self) -> str:
         return f"{operation_name(self.node)} in {source_line(self.node)}"
@@ -56,8 +58,8 @@ FIXED = Rows()
 class Stuck(Exception):
     """Raised by a rule that does not cover its operation; see `Unknown`."""
 
-    def __init__(self, numbers: bool = False, mixes: bool = False):
-        self.numbers, self.mixes = numbers, mixes
+    def __init__(self, numbers: bool = False, mixes: bool = False, whole: bool = False):
+        self.numbers, self.mixes, self.whole = numbers, mixes, whole
 
 
 @attrs.frozen(eq=False)

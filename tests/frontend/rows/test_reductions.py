@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from listening import said
 from models import GPT, gpt
 from torch import fx, nn
 
@@ -121,3 +122,53 @@ def test_a_count_is_the_same_with_slices_of_all_there_is(start):
         counts.append(Count(fx.GraphModule({}, graph), "line"))
     first, second = map(_operations, counts)
     assert (first == second) == (start != 1)
+
+
+MIXED = {
+    "centered": lambda z: z - z.mean(0),
+    "beside their sum": lambda z: z - z.sum(0),
+    "beside the largest": lambda z: z - z.amax(0),
+    "beside the first": lambda z: z - z[0],
+    "by the deviation": lambda z: z / z.std(),
+    "softmax": lambda z: z * z.softmax(0),
+    "flipped": lambda z: z + z.flip(0),
+    "rolled": lambda z: z + z.roll(1, 0),
+    "sums of those before": lambda z: z.cumsum(0),
+    "distances": lambda z: z + torch.cdist(z, z).mean(1, keepdim=True),
+    "products": lambda z: z + (z @ z.T).mean(1, keepdim=True),
+    "whitened": lambda z: z @ (z.T @ z + torch.eye(4)),
+    "principal": lambda z: z @ torch.linalg.svd(z.T @ z + torch.eye(4))[0],
+}
+
+
+@pytest.mark.parametrize("reduction", ["auto", "mean"])
+@pytest.mark.parametrize("how", MIXED)
+def test_rows_that_depend_on_one_another(how, reduction):
+    """They are told of, whatever was said of the loss."""
+    net = nn.Linear(4, 4)
+    step = pfeife.compile(
+        lambda x: MIXED[how](net(x)).square().mean(),
+        microbatches=2,
+        stages=1,
+        loss_reduction=reduction,
+        check=False,
+    )
+    with said() as texts:
+        step(torch.randn(6, 4))
+    assert "depend on one another, in " in "".join(texts)
+
+
+@pytest.mark.parametrize("reduction", ["auto", "mean"])
+def test_rows_by_themselves(reduction):
+    """Means over other dimensions, norms, products with what all microbatches have."""
+    net, table = nn.Linear(4, 4), torch.randn(4, 4)
+
+    def step(x):
+        z = net(x)
+        z = (z - z.mean(1, keepdim=True)) / z.std(1, keepdim=True) + z.flip(1)
+        return (z @ table + table.sum(0)).square().mean() + net.weight.amax()
+
+    compiled = pfeife.compile(step, microbatches=2, stages=1, loss_reduction=reduction)
+    with said() as texts:
+        compiled(torch.randn(6, 4))
+    assert "depend on one another" not in "".join(texts)
