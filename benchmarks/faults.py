@@ -16,6 +16,7 @@ import argparse
 import gc
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -98,9 +99,9 @@ def heard_right(case: Case, trial: Trial, reported: dict[str, Any]) -> str:
     if trial.fault == ROWS:
         return "" if reported["type"] == "CollectiveError" else f"not refused: {reported['text']}"
     if trial.fault == SKIPPED and reported["type"] == "CollectiveError":
-        # Ranks meet at two calls, and are told which.
-        named = f"rank {trial.victim} is at" in reported["text"] or trial.victim == 0
-        named &= "the arguments of this call" in reported["text"]
+        # Ranks meet at two calls, and are told which: the victim's is the next one.
+        there = rf"rank {trial.victim} (is )?at the arguments of this call"
+        named = re.search(there, reported["text"])
         return "" if named else f"rank {reported['rank']} blames another: {reported['text']}"
     if failure is None:
         return f"rank {reported['rank']} raised {reported['type']}: {reported['text']}"

@@ -9,7 +9,7 @@ runtime drops, keeps or lets go is so counted because it does, and when it does.
                 ->  transport  SizedMessages: what has been posted, or sent and not yet acknowledged
 """
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 from pfeife.cost.body import CUDA_BLOCK, rounded
@@ -20,7 +20,7 @@ from pfeife.data.timeline import MemoryCurve, MemoryPoint
 from pfeife.ir.absorb import absorb
 from pfeife.ir.flops import underflows
 from pfeife.ir.messages import holders
-from pfeife.ir.parts import STATE_ROLES, Call, Port, Role, captured_sizes
+from pfeife.ir.parts import STATE_ROLES, Port, Role, captured_sizes
 from pfeife.ir.program import Program
 from pfeife.lowering.buckets import owned_bytes
 from pfeife.lowering.clocks import Acknowledged, acknowledged
@@ -115,23 +115,21 @@ def _held(
     accounts = [{**zeros, "batch": batch} for _ in schedule.ranks]
     owners = {reduction.name: reduction.owner for reduction in program.reductions}
     users = holders(program, *words)
+    whole: dict[int, list[Port]] = {}  # parameters of which a rank computes with a part
     for port in program.ports(*words):
         for rank in {call.rank for call in users.get(port.fqn, ()) if call.rank is not None}:
             accounts[rank][words[port.role]] += rounded(port.given_bytes, rounding)
+            if port.whole:
+                whole.setdefault(rank, []).append(port)
             if port.fqn in again:
                 accounts[rank][_AGAIN] += rounded(port.bytes, rounding)
             # Of state that replicas share, each keeps the optimizer's for what it owns.
             is_owned = owners.get(port.fqn) in (None, places[rank][0])
             if state and port.fqn in trained and is_owned:
                 accounts[rank]["optimizer"] += state(port.given_shape, port.given_dtype)
-    for rank, account in enumerate(accounts):
-        own = [p for p in program.ports(Role.PARAMETER) if _reads(users.get(p.fqn, ()), rank)]
-        _add_whole(account, [p for p in own if p.whole], trained, rounding)
+    for rank, ports in whole.items():
+        _add_whole(accounts[rank], ports, trained, rounding)
     return accounts
-
-
-def _reads(calls: Iterable[Call], rank: int) -> bool:
-    return any(call.rank == rank for call in calls)
 
 
 def _add_whole(

@@ -167,10 +167,9 @@ class ReplicaOptions:
         links and a step is faster that way by estimate, the ranks of the replicas are.
     members: How many ranks share the work of each stage. A stage's ranks are neighbours, and a
         `mesh` gives them as its dimension `"tp"`. See [parallelism inside a stage](sharding.md).
-    parallel: How parameters are cut over the members: a plan from patterns of modules' names to
-        torch's styles (`{"layers.*.up": ColwiseParallel()}`) or Hugging Face's words (`"colwise"`,
-        as `model.config.base_model_tp_plan` has them), or from patterns of parameters' names to
-        dimensions (`{"*.up.weight": 0}`). All else follows.
+    parallel: How parameters are cut over the members: patterns of modules' names to torch's styles
+        (`{"*.up": ColwiseParallel()}`) or Hugging Face's words (`model.config.base_model_tp_plan`),
+        or patterns of parameters' names to dimensions (`{"*.up.weight": 0}`).
     """
 
     replicas: int = attrs.field(default=1, validator=checks.count)
@@ -399,9 +398,3 @@ class ShownOptions:
         default=None, validator=checks.must_be("a function", kinds=Callable | None), repr=False
     )
     progress: bool = attrs.field(default=True, validator=checks.flag, repr=False)
-
-
-SECTIONS: tuple[type[attrs.AttrsInstance], ...] = (
-    *(BatchOptions, CutOptions, ScheduleOptions, ReplicaOptions, CostOptions, MemoryOptions),
-    *(PrecisionOptions, ResultOptions, CaptureOptions, RunOptions, ShownOptions),
-)

@@ -13,7 +13,6 @@ import torch
 from pfeife.backend.settings.brief import Brief
 from pfeife.backend.settings.option_checks import check_together
 from pfeife.backend.settings.option_table import (
-    SECTIONS,
     BatchOptions,
     CaptureOptions,
     CostOptions,
@@ -30,6 +29,10 @@ from pfeife.data.replicas import Replicas
 from pfeife.runtime.distributed.batches.meshes import mesh_of
 from pfeife.version import VERSION
 
+SECTIONS: tuple[type[attrs.AttrsInstance], ...] = (
+    *(BatchOptions, CutOptions, ScheduleOptions, ReplicaOptions, CostOptions, MemoryOptions),
+    *(PrecisionOptions, ResultOptions, CaptureOptions, RunOptions, ShownOptions),
+)
 FIELDS = [field for section in SECTIONS for field in attrs.fields(section)]
 
 

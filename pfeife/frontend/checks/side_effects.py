@@ -120,10 +120,10 @@ def _ran(module: fx.GraphModule, examples: list[Any]) -> _Run:
     """Runs Dynamo's graph on copies of its inputs. Called while Dynamo compiles."""
     check_values(examples, "the step sets attributes, and is run twice to see what they do")
     given = [_given(example, at) for at, example in enumerate(examples)]
-    # What the graph writes to is a copy. Of other ranks' parameters there is none, for whose whole
-    # there may be no room here.
+    # What the graph writes to is a copy; of other ranks' parameters, which it does not write to,
+    # there is none, since there may be no room for them here.
     copies = [
-        value.clone() if isinstance(value, torch.Tensor) and not is_absent(example) else value
+        value.clone() if isinstance(value, torch.Tensor) and not _is_elsewhere(example) else value
         for example, value in zip(examples, given, strict=True)
     ]
     paths = _torch.result_paths() or [
@@ -138,7 +138,7 @@ def _ran(module: fx.GraphModule, examples: list[Any]) -> _Run:
         path: by_name[node.name] for path, node in paths if node.name in by_name
     }
     for own, before, value in zip(examples, given, copies, strict=True):
-        if isinstance(value, torch.Tensor) and not alike(before, value):
+        if value is not before and not alike(before, value):
             values[id(own)] = value
     inputs = zip(module.graph.find_nodes(op="placeholder"), copies, strict=True)
     node_values = {node.name: value for node, value in inputs} | by_name
@@ -166,11 +166,16 @@ def _given(example: Any, at: int) -> Any:
         return example.detach()
     if not example.is_floating_point():
         return torch.zeros(example.shape, dtype=example.dtype, device=example.device)
-    if not isinstance(example, torch.nn.Parameter):
+    if not _is_elsewhere(example):
         return _drawn(example.shape, example, at)
     # element [i, j] is number i + j: no two rows or columns are alike, and it takes no memory
     numbers = _drawn((sum(example.shape) + 1,), example, at)
     return numbers.as_strided(example.shape, (1,) * example.dim())
+
+
+def _is_elsewhere(example: Any) -> bool:
+    """Whether an input is a parameter that other ranks have."""
+    return isinstance(example, torch.nn.Parameter) and is_absent(example)
 
 
 def _drawn(shape: Sequence[int], like: torch.Tensor, seed: int) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Rules for products of matrices, whole layers and losses."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 import attrs
 
@@ -68,7 +68,7 @@ def batch_norm(operation: RowOperation) -> tuple[Rows, ...]:
     return (Rows(True, 0), *[Rows(True, plain=True)] * 5)  # no overload has more results
 
 
-def distances(operation: RowOperation) -> Rows:
+def distances(operation: RowOperation) -> NoReturn:
     """cdist: with rows beside rows there is one for each pair of them."""
     beside = [rows.dim == len(shape_of(node)) - 2 for node, rows in operation.operands()]
     raise Stuck(mixes=all(beside))
