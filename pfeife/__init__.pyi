@@ -51,7 +51,7 @@ from pfeife.passes import (
     totals,
 )
 from pfeife.runtime.distributed.batches.loading import data_sampler, from_rank0
-from pfeife.runtime.failure import PipelineError
+from pfeife.runtime.failure import CollectiveError, PipelineError
 from pfeife.sched.families.family import Family
 
 __version__: str
@@ -60,6 +60,7 @@ __all__ = [
     "Action",
     "Call",
     "Checkpoints",
+    "CollectiveError",
     "Costs",
     "Explanation",
     "Family",

@@ -9,6 +9,7 @@ import torch
 from pfeife.cost import estimate
 from pfeife.cost import machine as machine_of
 from pfeife.data.forecast import Forecast
+from pfeife.data.garbage import seldom_collected
 from pfeife.data.machine import Machine, Mesh
 from pfeife.data.network import Network
 from pfeife.data.optimizers import Optimizer, optimizer_of
@@ -93,6 +94,17 @@ class Question:
         return self.ranks // self.replicas
 
     @property
+    def on(self) -> Machine:
+        """The machine itself."""
+        return self.machine if isinstance(self.machine, Machine) else machine_of(self.machine)
+
+    @property
+    def splits(self) -> bool:
+        """Whether the clusters have their backwards in two parts."""
+        # Where there is a plan already, `apply` splits as its schedule wants it.
+        return splits(self.schedule) and self.plan is None
+
+    @property
     def mesh(self) -> Mesh:
         """How the ranks are pipelines and replicas."""
         return Mesh(self.each, self.replicas)
@@ -146,6 +158,7 @@ def forecast(
     return answer(flat, valid_question, progress)
 
 
+@seldom_collected()
 def flat_program(
     step: Callable[..., Any], *microbatch: Any, cache: Folder = None, **kwargs: Any
 ) -> Program:
@@ -161,10 +174,13 @@ def flat_program(
 
 def answer(flat: Program, question: Question, progress: Progress | None = None) -> Outlook:
     """What `forecast` says of a flat program."""
-    machine = (
-        question.machine if isinstance(question.machine, Machine) else machine_of(question.machine)
-    )
-    clusters = _clusters(flat, question, machine)
+    return outlook(clusters_of(flat, question), question, progress)
+
+
+@seldom_collected()
+def outlook(clusters: Program, question: Question, progress: Progress | None = None) -> Outlook:
+    """What `forecast` says of the clusters that `clusters_of` has made for the question."""
+    machine = question.on
     mesh, replicas = question.mesh, Replicas(question.replicas, question.data_parallel)
     # Two views of the links: those in a pipeline carry the messages of stages, those between the
     # pipelines the gradients that replicas reduce.
@@ -193,8 +209,10 @@ def schedule_name(question: Question) -> str:
     return schedule if isinstance(schedule, str) else f"a {type(schedule).__name__}"
 
 
-def _clusters(flat: Program, question: Question, machine: Machine) -> Program:
-    """The clusters with costs."""
+@seldom_collected()
+def clusters_of(flat: Program, question: Question) -> Program:
+    """The clusters with costs, the same for all questions of one machine, one precision and as many
+    parts of a backward."""
     passes = []
     if question.master is not None:
         wide = getattr(torch, question.master, None)
@@ -202,13 +220,12 @@ def _clusters(flat: Program, question: Question, machine: Machine) -> Program:
             raise ValueError(f"master={question.master!r}: must be a dtype such as 'float32'")
         passes.append(master_weights(wide))
     passes.append(fuse(boundaries=question.split_at or {}))  # type: ignore[arg-type]
-    # Without tangents there is no backward to split. Where there is a plan already, `apply` splits
-    # as its schedule wants it.
-    if splits(question.schedule) and flat.ports(Role.TANGENT) and question.plan is None:
+    # Without tangents there is no backward to split.
+    if question.splits and flat.ports(Role.TANGENT):
         passes.append(split_backward())
     # Costs last: they are of the calls that the passes before have made.
     fused = compose(*passes)(flat)
-    return annotate(estimate(fused, machine))(fused)
+    return annotate(estimate(fused, question.on))(fused)
 
 
 def _plan(

@@ -176,6 +176,7 @@ MACHINES = [
         "unless given",
     ),
     Flag("nodes", count, default=1, help="of equal size; ranks are neighbours in them"),
+    Flag("ranks-per-node", count, help="in place of --nodes: they are as many as the ranks need"),
     Flag(
         "inside",
         metavar="LINK",

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from pfeife.commands.answers import deliver, in_a_line, writable
+from pfeife.commands.answers import deliver, writable
 from pfeife.commands.arguments import plan_arguments, step_arguments
 
 if TYPE_CHECKING:
-    from pfeife.commands.programs import Captures
+    from pfeife.commands.side_by_side import Figures
 
 HELP = "plan a step in many ways (lists with commas), and say which is best"
 EXAMPLES = """\
@@ -32,7 +32,8 @@ examples:
 A row a plan, the fastest first; `best` marks the fastest, and the one with most tokens (or samples)
 a second and rank. What cannot be planned stands below, with the reason."""
 _AXES = ("machine", "ranks", "replicas", "microbatches", "schedule")  # which are always shown
-_LINKS, _DECIDED = ("nodes", "inside", "between"), ("recompute", "data_parallel", "cut_at")
+_LINKS = ("nodes", "ranks_per_node", "inside", "between")
+_DECIDED = ("recompute", "data_parallel", "cut_at")
 _MORE = (*_LINKS, "memory", "batch", "sequence", "stages", "optimizer", *_DECIDED)
 
 
@@ -41,25 +42,17 @@ class Row:
     """One of the plans: its choices, and its figures; or the reason that there is none."""
 
     choices: dict[str, Any]
-    step_seconds: float = 0.0
-    per_second: float = 0.0
-    utilization: float = 0.0
-    bubble: float = 0.0
-    peak_bytes: int = 0
-    refused: str = ""
+    figures: "Figures"
 
     @property
     def each(self) -> float:
         """Tokens or samples a second and rank."""
-        return self.per_second / self.choices["ranks"]
+        return self.figures.per_second / self.choices["ranks"]
 
-    @property
-    def said(self) -> str:
-        """Its choices and its step, in a line."""
-        words = ", ".join(
-            f"{name} {choice}" for name, choice in self.choices.items() if choice is not None
-        )
-        return f"{words}: {self.refused or f'{self.step_seconds:.4g} s'}"
+    def said(self, differing: Sequence[str]) -> str:
+        """The choices in which rows differ, and its step, in a line."""
+        words = ", ".join(f"{name} {self.choices[name]}" for name in differing)
+        return f"{words}: {self.figures.refused or f'{self.figures.step_seconds:.4g} s'}"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,27 +71,30 @@ def run(options: argparse.Namespace) -> str:
     import logging
 
     from pfeife.commands.programs import changed, opened
+    from pfeife.commands.side_by_side import each_planned
     from pfeife.data.progress import shown
 
     writable(options.json, options.csv)
     options, captures = opened(options)
     all_choices = _choices(options)
+    differing = _differing(all_choices, (*_AXES, *_MORE))
     rows = []
     log = logging.getLogger("pfeife")
     with shown(log).phase("comparing") as phase:
-        for done, choices in enumerate(all_choices, 1):
-            rows.append(_planned(choices, changed(options, **choices), captures))
+        questions = [changed(options, **choices) for choices in all_choices]
+        for done, (number, figures) in enumerate(each_planned(captures, questions), 1):
+            rows.append(Row(all_choices[number], figures))
             if phase.progress:
                 phase.progress(done, len(all_choices))
             else:
-                log.info("%d of %d: %s", done, len(all_choices), rows[-1].said)
-    rows.sort(key=lambda row: (bool(row.refused), _order(row, options.sort)))
+                log.info("%d of %d: %s", done, len(all_choices), rows[-1].said(differing))
+    rows.sort(key=lambda row: (bool(row.figures.refused), _order(row, options.sort)))
     text = f"{_table(rows)}\n\nasked   {options.typed}"
     return deliver(options, data=_json(rows), rows=_csv(rows), text=text)
 
 
 def _order(row: Row, how: str) -> float:
-    return row.step_seconds if how == "step" else -row.each
+    return row.figures.step_seconds if how == "step" else -row.each
 
 
 def _choices(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -110,51 +106,39 @@ def _choices(options: argparse.Namespace) -> list[dict[str, Any]]:
     # With one node the links between nodes make no difference: such rows become equal, and a
     # dictionary keeps one of each, in the order of the combinations.
     distinct = [
-        choices | {"between": None} if choices["nodes"] == 1 else choices
+        choices | {"between": None} if _is_one_node(choices) else choices
         for choices in combinations
     ]
     return list({tuple(choices.values()): choices for choices in distinct}.values())
 
 
-def _planned(choices: dict[str, Any], options: argparse.Namespace, captures: "Captures") -> Row:
-    """One of the plans, for the options with its choices."""
-    from pfeife.commands.plan import question_of
-    from pfeife.forecasting import answer
+def _differing(choices: Sequence[dict[str, Any]], axes: Sequence[str]) -> list[str]:
+    return [axis for axis in axes if len({each[axis] for each in choices}) > 1]
 
-    try:
-        question = question_of(options)  # before a capture, which what cannot be needs none of
-        figures = answer(captures.of(options).program, question).forecast
-    except ValueError as error:
-        return Row(choices, refused=in_a_line(error))
-    return Row(
-        choices,
-        figures.step_seconds,
-        figures.tokens_per_second or figures.samples_per_second,
-        figures.utilization,
-        figures.bubble,
-        figures.peak_bytes,
-    )
+
+def _is_one_node(choices: dict[str, Any]) -> bool:
+    ranks, nodes = choices["ranks"], choices["nodes"]
+    return nodes == 1 and (choices["ranks_per_node"] or ranks) >= ranks
 
 
 def _table(rows: Sequence[Row]) -> str:
     from pfeife.data.units import count, size
     from pfeife.report import table
 
-    good = [row for row in rows if not row.refused]
+    good = [row for row in rows if not row.figures.refused]
     # A column that says the same in every row would only make the table wide.
-    several = [axis for axis in _MORE if len({row.choices[axis] for row in rows}) > 1]
-    axes = (*_AXES, *several)
-    fastest = min(good, key=lambda row: row.step_seconds, default=None)
+    axes = (*_AXES, *_differing([row.choices for row in rows], _MORE))
+    fastest = min(good, key=lambda row: row.figures.step_seconds, default=None)
     dense = max(good, key=lambda row: row.each, default=None)
     shown = [
         (
             *(_shown(row.choices[axis]) for axis in axes),
-            f"{row.step_seconds:.4g} s",
-            count(row.per_second),
+            f"{row.figures.step_seconds:.4g} s",
+            count(row.figures.per_second),
             count(row.each),
-            f"{row.utilization:.1%}",
-            f"{row.bubble:.1%}",
-            size(row.peak_bytes),
+            f"{row.figures.utilization:.1%}",
+            f"{row.figures.bubble:.1%}",
+            size(row.figures.peak_bytes),
             " ".join(word for word, best in (("step", fastest), ("rate", dense)) if best is row),
         )
         for row in good
@@ -163,9 +147,9 @@ def _table(rows: Sequence[Row]) -> str:
     text = table(shown, head) if shown else "none of them can be planned"
     refused = [
         # What to do instead is longer than a column, and depends on the one plan.
-        (*(_shown(row.choices[axis]) for axis in axes), row.refused.partition("; use ")[0])
+        (*(_shown(row.choices[axis]) for axis in axes), row.figures.refused.partition("; use ")[0])
         for row in rows
-        if row.refused
+        if row.figures.refused
     ]
     return f"{text}\n\n{table(refused, (*axes, 'not planned'))}" if refused else text
 
@@ -175,8 +159,7 @@ def _shown(choice: Any) -> Any:
 
 
 def _flat(row: Row) -> dict[str, Any]:
-    figures = attrs.asdict(row)
-    return figures.pop("choices") | figures
+    return row.choices | attrs.asdict(row.figures)
 
 
 def _json(rows: Sequence[Row]) -> str:

@@ -51,14 +51,22 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> str:
     """A line for the fewest ranks, the largest microbatch and the longest sequence."""
+    import logging
+
     from pfeife.commands.programs import changed, opened
+    from pfeife.data.units import size
     from pfeife.report import table
 
+    log = logging.getLogger("pfeife")
     options, captures = opened(options)
     options = changed(options, recompute=options.recompute or "auto")
 
     def planned(**more: int) -> "Forecast | str":
-        return _planned(changed(options, **more), captures)
+        forecast = _planned(changed(options, **more), captures)
+        what = ", ".join(f"{name} {number}" for name, number in more.items())
+        fits = forecast if isinstance(forecast, str) else f"{size(forecast.peak_bytes)} a rank"
+        log.info("%s: %s", what, fits)
+        return forecast
 
     # The fewest ranks first, or what the ranks there are can hold: all else is doubled from there.
     if options.ranks is None:
@@ -88,7 +96,8 @@ def run(options: argparse.Namespace) -> str:
     rows_of = [_row(answer, options.price) for answer in answers]
     text = table(rows_of, (*head, "cost a billion") if options.price else head)
     limits = [answer.limit for answer in answers if answer.limit]
-    return f"{text}\n\nasked   {options.typed}\nlimit   {[*limits, 'none was met'][-1]}"
+    none = f"none was met up to --most {options.most}"
+    return f"{text}\n\nasked   {options.typed}\nlimit   {[*limits, none][-1]}"
 
 
 def _planned(options: argparse.Namespace, captures: "Captures") -> "Forecast | str":
@@ -100,9 +109,8 @@ def _planned(options: argparse.Namespace, captures: "Captures") -> "Forecast | s
     options = changed(options, microbatches=options.microbatches or _PER_RANK * options.ranks)
     # What is wrong with the question is said before a capture that takes a minute.
     question = question_of(options)
-    program = captures.of(options).program
     try:
-        return answered(program, question).forecast
+        return answered(captures, options, question).forecast
     except OutOfMemory as error:
         return in_a_line(error)
 

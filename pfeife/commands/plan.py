@@ -9,6 +9,7 @@ from pfeife.commands.answers import deliver, terminal, writable, write
 from pfeife.commands.arguments import PRECISIONS, number_or_text, plan_arguments, step_arguments
 
 if TYPE_CHECKING:
+    from pfeife.commands.programs import Captures
     from pfeife.forecasting import Outlook, Question
 
 HELP = "plan a training step for machines, and say what it will take"
@@ -60,7 +61,7 @@ def run(options: argparse.Namespace) -> str:
     words = programs.words_of(options, captured.program)
     if options.save_program:
         programs.save(captured.program, options.save_program, words)
-    outlook = answered(captured.program, question)
+    outlook = answered(captures, options, question)
     # All that is written says what was asked for, so that a file can be told from another.
     forecast = attrs.evolve(outlook.forecast, asked=words)
     outlook = attrs.evolve(outlook, forecast=forecast)
@@ -129,8 +130,8 @@ def network_of(options: argparse.Namespace, ranks: int) -> Any:
     from pfeife.data.network import Network
 
     if options.network:
-        if options.inside or options.between or options.nodes != 1:
-            raise ValueError("--network has the links already: leave out --nodes and its links")
+        if options.inside or options.between or options.ranks_per_node or options.nodes != 1:
+            raise ValueError("--network has the links already: leave out nodes and their links")
         try:
             return plain.load(Network, options.network)
         except OSError as error:
@@ -138,20 +139,28 @@ def network_of(options: argparse.Namespace, ranks: int) -> Any:
                 f"--network {options.network}: {error.strerror}; `pfeife bench-network --out` "
                 "writes one, under torchrun"
             ) from None
-    if options.nodes == 1 and not options.inside:
-        return None
+    ranks_per_node = options.ranks_per_node
+    if options.nodes != 1 and ranks_per_node:
+        raise ValueError("--nodes and --ranks-per-node say the same: leave one of them out")
+    if options.nodes == 1 and not ranks_per_node:
+        if options.between:
+            raise ValueError(
+                f"--between {options.between}: there is one node; say --nodes, or --ranks-per-node"
+            )
+        if not options.inside:
+            return None
     if ranks % options.nodes:
         raise ValueError(f"--ranks {ranks} and --nodes {options.nodes}: nodes are of equal size")
     if not options.inside:
         raise ValueError(
-            "--nodes: say what joins the ranks of a node with --inside, such as nvlink4, and the "
-            "nodes with --between, such as ib-ndr (`pfeife machines` lists them)"
+            "several nodes: say what joins the ranks of a node with --inside, such as nvlink4, and "
+            "the nodes with --between, such as ib-ndr (`pfeife machines` lists them)"
         )
     # The links between pipelines of several replicas are these too: ranks are those of all.
-    ranks_per_node = ranks // options.nodes
+    each = min(ranks_per_node or ranks // options.nodes, ranks)
     return Network.of(
-        nodes=options.nodes,
-        ranks_per_node=ranks_per_node,
+        nodes=-(-ranks // each),
+        ranks_per_node=each,
         inside=options.inside,
         between=options.between,
     )
@@ -182,12 +191,12 @@ def _schedule(name: str) -> Any:
     return schedule_of(name)
 
 
-def answered(program: Any, question: "Question") -> "Outlook":
+def answered(captures: "Captures", options: argparse.Namespace, question: "Question") -> "Outlook":
     """The outlook of a program, with a bar while it is planned."""
     import logging
 
     from pfeife.data.progress import shown
-    from pfeife.forecasting import answer
 
+    captures.of(options)  # which shows itself
     with shown(logging.getLogger("pfeife")).phase("planning") as phase:
-        return answer(program, question, phase.progress)
+        return captures.outlook(options, question, phase.progress)

@@ -18,8 +18,8 @@ from pfeife.commands.arguments import PRECISIONS
 from pfeife.commands.batches import Wanted
 from pfeife.commands.models import ModelRequest, asked
 from pfeife.data import files, plain
-from pfeife.data.progress import shown
-from pfeife.forecasting import flat_program
+from pfeife.data.progress import Progress, shown
+from pfeife.forecasting import Outlook, Question, clusters_of, flat_program, outlook
 from pfeife.frontend.batch import Cutter, Indivisible
 from pfeife.frontend.cache import capture_cache
 from pfeife.frontend.cache.capture_key import sources
@@ -56,20 +56,33 @@ def saved(what: str) -> StoredProgram | None:
 
 @attrs.frozen(eq=False)
 class Captures:
-    """The flat programs that a command plans: the saved one, or one for each size of a
-    microbatch."""
+    """The flat programs that a command plans: the saved one, or one for each size of a microbatch;
+    and their clusters by what these depend on."""
 
     stored: StoredProgram | None
     by_size: dict[tuple[float, int | None], CapturedModel] = attrs.field(factory=dict)
+    clusters: dict[Any, Program] = attrs.field(factory=dict)
+
+    def size(self, options: argparse.Namespace) -> tuple[float, int | None]:
+        """What a capture depends on: the rows of a microbatch (one, unless a batch is given) and
+        their tokens. Machine, schedule and all others are decided on the same one."""
+        return (options.batch or options.microbatches) / options.microbatches, options.sequence
 
     def of(self, options: argparse.Namespace) -> CapturedModel:
         """The program of a microbatch that options ask for. Raises ValueError if there is none."""
-        # A capture depends on the rows of a microbatch (one, unless a batch is given) and on their
-        # tokens. Machine, schedule and all others are decided on the same one.
-        size = (options.batch or options.microbatches) / options.microbatches, options.sequence
+        size = self.size(options)
         if size not in self.by_size:
             self.by_size[size] = _checked(options, self.stored)
         return self.by_size[size]
+
+    def outlook(
+        self, options: argparse.Namespace, question: Question, progress: Progress | None = None
+    ) -> Outlook:
+        """The answer to a question about that program."""
+        kind = (self.size(options), question.machine, question.master, question.splits)
+        if kind not in self.clusters:
+            self.clusters[kind] = clusters_of(self.of(options).program, question)
+        return outlook(self.clusters[kind], question, progress)
 
 
 def opened(options: argparse.Namespace) -> tuple[argparse.Namespace, Captures]:

@@ -143,23 +143,24 @@ def _separate_sums(flat: Program, groups: Mapping[str, Group]) -> tuple[Program,
 
     Where the sum is cast (`accumulate_in`), its parts are.
     """
+    sums = {
+        port.name: parts
+        for port, node in zip(flat.outputs, returned(flat.module).values(), strict=True)
+        if port.role == Role.GRADIENT and len(parts := _parts(node, groups)) > 1
+    }
+    if not sums and not any(_is_dead(node) for node in flat.module.graph.nodes):
+        return flat, dict(groups)  # as it nearly always is, and a copy takes long
     copy, new_groups = copied(flat.module, output=False), dict(groups)
     graph, here = copy.graph, copy.here
     outputs: list[Port] = []
     results: dict[str, fx.Node] = {}
     for port, node in zip(flat.outputs, returned(flat.module).values(), strict=True):
-        cast = node if node.target is torch.ops.aten._to_copy.default else None
-        total_of = cast.all_input_nodes[0] if cast else node
-        leaves_of_port = _addends(total_of) if port.role == Role.GRADIENT else []
-        parts: dict[int, list[fx.Node]] = {}
-        if all(leaf.name in groups for leaf in leaves_of_port):  # else one comes from outside
-            for leaf in leaves_of_port:
-                parts.setdefault(groups[leaf.name].unit, []).append(leaf)
-        if len(parts) < 2:
+        if port.name not in sums:
             outputs.append(port)
             results[port.name] = here[node]
             continue
-        for stage, leaves in sorted(parts.items(), reverse=True):
+        total_of, cast = _uncast(node)
+        for stage, leaves in sorted(sums[port.name].items(), reverse=True):
             total = here[leaves[0]]
             # Its terms may come of both parts of a backward: it is where the last of them is.
             latest = max((groups[x.name] for x in leaves), key=lambda group: group.order)
@@ -169,7 +170,7 @@ def _separate_sums(flat: Program, groups: Mapping[str, Group]) -> tuple[Program,
                 new_groups[added.name] = latest
                 total = added
             if cast:
-                parts_of = {cast.all_input_nodes[0]: total}
+                parts_of = {total_of: total}
                 total = graph.node_copy(cast, parts_of.__getitem__)
                 new_groups[total.name] = latest
             part = attrs.evolve(port, name=f"{port.name}_stage_{stage}")
@@ -181,6 +182,26 @@ def _separate_sums(flat: Program, groups: Mapping[str, Group]) -> tuple[Program,
     module = copy.module()
     remaining = {name: group for name, group in new_groups.items() if name in names}
     return attrs.evolve(flat, module=module, outputs=tuple(outputs)), remaining
+
+
+def _is_dead(node: fx.Node) -> bool:
+    """Whether nobody reads a node, and it does nothing else."""
+    return not node.users and node.op not in ("placeholder", "output") and not has_effects(node)
+
+
+def _uncast(node: fx.Node) -> tuple[fx.Node, fx.Node | None]:
+    """What a gradient is the sum in, and the cast behind it, if there is one."""
+    cast = node if node.target is torch.ops.aten._to_copy.default else None
+    return (cast.all_input_nodes[0] if cast else node), cast
+
+
+def _parts(node: fx.Node, groups: Mapping[str, Group]) -> dict[int, list[fx.Node]]:
+    """The addends of a gradient by their stages; none if one of them comes from outside."""
+    addends, parts = _addends(_uncast(node)[0]), dict[int, list[fx.Node]]()
+    if all(addend.name in groups for addend in addends):
+        for addend in addends:
+            parts.setdefault(groups[addend.name].unit, []).append(addend)
+    return parts
 
 
 def _addends(node: fx.Node) -> list[fx.Node]:

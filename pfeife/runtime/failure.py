@@ -57,7 +57,7 @@ class PipelineError(RuntimeError):
 
 
 class CollectiveError(ValueError):
-    """What all ranks refuse together: nothing is broken, and they may go on."""
+    """What all ranks refuse together, before it runs: nothing is broken, and they may go on."""
 
 
 def describe(action: Action) -> str:

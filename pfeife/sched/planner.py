@@ -28,7 +28,7 @@ from pfeife.sched.cutting.constraints import Constraints
 from pfeife.sched.cutting.duplicated import cheap_to_recompute
 from pfeife.sched.cutting.heterogeneous import limits_of, machines_of, on_machines
 from pfeife.sched.cutting.judged import MESSAGE_TOLERANCE, checked_tolerance
-from pfeife.sched.cutting.memory_limit import curves_of
+from pfeife.sched.cutting.memory_limit import counted_once, curves_of
 from pfeife.sched.cutting.recompute_policy import RecomputePolicy
 from pfeife.sched.cutting.workload import workload_of
 from pfeife.sched.fixed_placement import follow
@@ -163,13 +163,15 @@ def plan(
         constraints=constraints,
         schedule=schedule,
         recompute=recompute if trained else None,
-        curves=partial(
-            curves_of,
-            program,
-            optimizer=optimizer,
-            replicas=replication,
-            owners=owners,
-            more=passes,
+        curves=counted_once(
+            partial(
+                curves_of,
+                program,
+                optimizer=optimizer,
+                replicas=replication,
+                owners=owners,
+                more=passes,
+            )
         ),
         search=partial(search_plan, program, progress=progress, watched=watched, after=reductions),
         effort=Effort(search_seconds, search_work, seed, jobs),

@@ -204,6 +204,8 @@ def test_lists_of_all_that_a_plan_is_asked_for(said):
     assert sum("nodes are of equal size" in row for row in rows) == 16
     assert err.count("capturing") == 2 and "40 of 40: " in err
     assert "asked   pfeife compare mine.py:example --ranks 4" in out
+    alone = said("plan", "mine.py:example", "--ranks", "4", "--microbatches", "4", *links[4:])
+    assert alone[0] == 2 and "there is one node; say --nodes, or --ranks-per-node" in alone[2]
     with pytest.raises(SystemExit):  # argparse has said that it is none of those
         said("compare", "mine.py:example", *asked, "--cut-at", "nowhere")
 

@@ -31,6 +31,7 @@ from pfeife.backend.graphs import Graph
 from pfeife.backend.settings.declared import declared_sizes, with_marks
 from pfeife.backend.settings.option_checks import boundaries, described
 from pfeife.cost import memory_curves
+from pfeife.data.garbage import seldom_collected
 from pfeife.data.machine import Machine
 from pfeife.data.plan import Plan
 from pfeife.data.progress import Shown
@@ -93,6 +94,7 @@ def estimated_seconds(
     return sum(call.seconds or 0.0 for call in priced.calls)
 
 
+@seldom_collected()
 def _compiled(task: Task) -> Compiled:
     """All phases, for this process."""
     options, world = task.options, task.world

@@ -34,6 +34,7 @@ from pfeife.runtime.protocols import Pipeline
 from pfeife.sched.cutting.unevenness import unevenness
 
 log = logging.getLogger("pfeife")
+_ONE_STAGE = "1 stage, which is no pipeline (several processes of torchrun, or stages=, make one)"
 
 
 def worst_at(
@@ -85,7 +86,8 @@ class Compiled:
         ranks = len(self.schedule.ranks) * self.program.replicas * members
         each = f" of {min(rows)} rows" if rows else ""
         shared = f", {members} to a stage" if members > 1 else ""
-        return f"{stages} stages on {ranks} ranks{shared}, {self.microbatches} microbatches{each}"
+        where = f"{stages} stages on {ranks} ranks{shared}" if stages * ranks > 1 else _ONE_STAGE
+        return f"{where}, {self.microbatches} microbatches{each}"
 
     def breaks(self, args: Sequence[Any], count: int) -> str:
         """What the program, as passes have left it, assumes of the sizes of arguments and is

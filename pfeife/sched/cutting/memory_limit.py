@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 
 import attrs
 
@@ -49,6 +49,16 @@ def curves_of(
     ranks = apply(plan, replicas, owners, more)(program)
     schedule, apart = lower(plan.schedule, ranks), replicas_of(replicas).apart
     return memory_curves(ranks, schedule, optimizer=optimizer, apart=apart)
+
+
+def counted_once(
+    curves: Callable[[Plan], tuple[MemoryCurve, ...]],
+) -> Callable[[Plan], tuple[MemoryCurve, ...]]:
+    """The same curves, counted once for plans that differ in what they expect alone."""
+    of_decisions = cache(curves)
+    return lambda plan: of_decisions(
+        attrs.evolve(plan, stage_seconds=None, step_seconds=None, bound_seconds=None)
+    )
 
 
 # Each plan is counted twice: by the sums with which it was made, and by the account of every byte.
@@ -179,7 +189,7 @@ def no_room(curve: MemoryCurve, limited_by: str, limit: float) -> OutOfMemory:
     return OutOfMemory(
         f"{limited_by}: the best plan found needs {size(curve.peak)} of {size(limit)} on rank "
         f"{curve.rank} ({account}); use more stages on more ranks, more and so smaller "
-        "microbatches, schedule='search', which recomputes where memory is short, or a larger "
-        "limit",
+        "microbatches, recompute='auto', which computes again where memory is short (as "
+        "schedule='search' does), or a larger limit",
         curve.peak - limit,
     )

@@ -1,8 +1,7 @@
-"""The same search with other seeds in processes of their own, started anew: nothing is forked, and
-the caller's script does not run again. They are asked and answer in JSON, by files."""
+"""The same search with other seeds in processes of their own, which are asked and answer in JSON,
+by files."""
 
 import math
-import os
 import subprocess
 import sys
 import tempfile
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import attrs
 
-from pfeife.data import plain
+from pfeife.data import plain, processes
 from pfeife.data.schedule import Schedule
 from pfeife.lowering.problem import Problem
 from pfeife.sched.search.budget import Budget
@@ -86,33 +85,22 @@ def _finite(problem: Problem) -> Problem:
 @contextmanager
 def _running(tasks: Sequence[_Task]) -> Iterator:
     """A process for every task, ended if they are no longer wanted; what waits for the answers."""
-    # The package is found where this process has it from, installed or not.
-    root = str(Path(__file__).parents[3])
-    paths = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     with tempfile.TemporaryDirectory() as name:
-        folder, processes = Path(name), []
+        folder, started = Path(name), []
         for index, task in enumerate(tasks):
             task_path = folder / f"{index}.json"
             task_path.write_text(plain.to_json(task))
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", __name__, str(task_path), str(folder / f"{index}.out")],
-                    env={**os.environ, "PYTHONPATH": paths},
-                    stdin=subprocess.DEVNULL,
-                    stderr=subprocess.PIPE,
-                )
-            )
+            paths = str(task_path), str(folder / f"{index}.out")
+            streams = {"stdin": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+            started.append(processes.start(__name__, *paths, **streams))
 
         def answers() -> list[tuple[int, SearchResult]]:
-            return [_answer(p, folder / f"{i}.out") for i, p in enumerate(processes)]
+            return [_answer(p, folder / f"{i}.out") for i, p in enumerate(started)]
 
         try:
             yield answers
         finally:
-            for process in processes:
-                if process.poll() is None:
-                    process.kill()
-                    process.communicate()
+            processes.stop(started)
 
 
 def _answer(process: subprocess.Popen, path: Path) -> tuple[int, SearchResult]:
