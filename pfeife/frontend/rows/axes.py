@@ -14,7 +14,7 @@ from pfeife.factors.axes import Axes, dims_of, reduced
 from pfeife.frontend.rows.value import RowOperation, Rows, Rule, Stuck, shape_of
 
 # What makes each element along a dimension of others there.
-_ALONG = ("cumsum", "cumprod", "logcumsumexp", "sort", "flip", "roll")
+_ALONG = ("cumsum", "cumprod", "logcumsumexp", "sort", "topk", "kthvalue", "flip", "roll")
 
 
 def moved(axes: Axes) -> Rule:
