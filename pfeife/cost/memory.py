@@ -9,8 +9,10 @@ runtime drops, keeps or lets go is so counted because it does, and when it does.
                 ->  transport  SizedMessages: what has been posted, or sent and not yet acknowledged
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
+
+import torch
 
 from pfeife.cost.body import CUDA_BLOCK, rounded
 from pfeife.cost.sized import Ledger, SizedBody, SizedMessages, Value
@@ -115,30 +117,46 @@ def _held(
     accounts = [{**zeros, "batch": batch} for _ in schedule.ranks]
     owners = {reduction.name: reduction.owner for reduction in program.reductions}
     users = holders(program, *words)
-    whole: dict[int, list[Port]] = {}  # parameters of which a rank computes with a part
+    kept: dict[int, list[Port]] = {}  # parameters of which members have parts, by their ranks
     for port in program.ports(*words):
         for rank in {call.rank for call in users.get(port.fqn, ()) if call.rank is not None}:
-            accounts[rank][words[port.role]] += rounded(port.given_bytes, rounding)
-            if port.whole:
-                whole.setdefault(rank, []).append(port)
+            account = accounts[rank]
+            account[words[port.role]] += rounded(port.part_bytes, rounding)
             if port.fqn in again:
-                accounts[rank][_AGAIN] += rounded(port.bytes, rounding)
+                account[_AGAIN] += rounded(port.bytes, rounding)
+            if port.keeper is not None:
+                kept.setdefault(rank, []).append(port)
+                continue
             # Of state that replicas share, each keeps the optimizer's for what it owns.
             is_owned = owners.get(port.fqn) in (None, places[rank][0])
             if state and port.fqn in trained and is_owned:
-                accounts[rank]["optimizer"] += state(port.given_shape, port.given_dtype)
-    for rank, ports in whole.items():
-        _add_whole(accounts[rank], ports, trained, rounding)
+                account["optimizer"] += state(port.shape, port.given_dtype)
+    for rank, ports in kept.items():
+        _add_kept(accounts[rank], _most(ports, program.members), trained, rounding, state)
     return accounts
 
 
-def _add_whole(
-    account: dict[str, int], ports: Sequence[Port], trained: Container[str], rounding: int
+def _most(ports: Iterable[Port], members: int) -> list[Port]:
+    """What that member keeps which keeps most bytes: it stands for all."""
+    by_member: list[list[Port]] = [[] for _ in range(members)]
+    for port in ports:
+        by_member[port.keeper or 0].append(port)
+    return max(by_member, key=lambda kept: sum(port.given_bytes for port in kept))
+
+
+def _add_kept(
+    account: dict[str, int],
+    ports: Sequence[Port],
+    trained: Container[str],
+    rounding: int,
+    state: Callable[[Iterable[int], torch.dtype], int] | None,
 ) -> None:
-    """What a rank holds beside parameters that it is given whole and computes with parts of."""
-    copies = [port for port in ports if port.split and port.split.copies]
-    account["parameters"] += sum(rounded(port.bytes, rounding) for port in copies)
-    gradients = [rounded(port.given_bytes, rounding) for port in ports if port.fqn in trained]
+    """What a rank holds of parameters that it keeps for its group."""
+    account["parameters"] += sum(rounded(port.given_bytes, rounding) for port in ports)
+    own = [port for port in ports if port.fqn in trained]
+    if state:
+        account["optimizer"] += sum(state(port.given_shape, port.given_dtype) for port in own)
+    gradients = [rounded(port.given_bytes, rounding) for port in own]
     if gradients:
         # They are gathered one by one: of the largest there are the parts beside it.
         account[_WHOLE] = sum(gradients) + max(gradients)

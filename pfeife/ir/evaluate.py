@@ -83,7 +83,7 @@ def state_of(
             raise ValueError(f"the state has no {port.role} {port.fqn}")
         check_tensor(whole_port(port), value, f"{port.role} {port.fqn}")
         state[port.fqn] = value.detach()
-        if port.split is not None and not port.whole and member is not None:
+        if port.split is not None and port.keeper is None and member is not None:
             state[port.fqn] = port.split.part(value.detach(), member)
     return state
 

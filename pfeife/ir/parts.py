@@ -67,8 +67,8 @@ class Port:
     `sizes` has its sizes as expressions of the names of the size ports, and `shape` those for which
     the program was planned. A parameter that is `held` in a wider type by who runs the program
     (master weights) is cast to its `dtype` once a step. Of a value that is `split` over the members
-    of a group, `shape` is that of one member's part; if it is `whole`, each member is given all of
-    it, of which it takes its part, and gives the whole gradient.
+    of a group, `shape` is that of one member's part; if it has a `keeper`, that member alone is
+    given all of it, tells the others their parts, and has the whole gradient.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Port:
     held: torch.dtype | None = None
     sizes: tuple[_torch.Size, ...] | None = None
     split: Split | None = None
-    whole: bool = False
+    keeper: int | None = None
 
     @property
     def fqn(self) -> str:
@@ -111,9 +111,15 @@ class Port:
         return torch.Size(self.given_shape).numel() * self.given_dtype.itemsize
 
     @property
+    def part_bytes(self) -> int:
+        """Those of its value, or of a member's part, before it is cast."""
+        return torch.Size(self.shape).numel() * self.given_dtype.itemsize
+
+    @property
     def given_shape(self) -> tuple[int, ...]:
         """The shape of its value, as the program is given it."""
-        return self.split.whole(self.shape) if self.split and self.whole else self.shape
+        kept = self.split is not None and self.keeper is not None
+        return self.split.whole(self.shape) if self.split and kept else self.shape
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -125,7 +131,7 @@ class Port:
         how = f" {self.reduction}{by}" if self.reduction else ""
         how += f" of {self.held}".replace("torch.", "") if self.held else ""
         how += f", {self.split}" if self.split else ""
-        how += ", given whole" if self.whole else ""
+        how += f", kept whole by member {self.keeper}" if self.keeper is not None else ""
         return f"{self.name}: {self.role} {self.fqn}{tied} {dtype} {dims} {self.device}{how}"
 
 

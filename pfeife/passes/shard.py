@@ -31,7 +31,7 @@ def shard(
     members: int,
     *,
     unknown: Literal["refuse", "gather"] = "refuse",
-    whole: bool = False,
+    keepers: Mapping[str, int] | None = None,
 ) -> Callable[[Program], Program]:
     """A pass that cuts parameters over the members of a group, and all that is computed of them.
 
@@ -45,8 +45,10 @@ def shard(
     The result is the program of any one of the members; `pfeife.evaluate` runs it for all of them,
     on whole values. It agrees with the program that was given to within the rounding of sums that
     are cut. What has no rule is refused by its line, or, with `unknown="gather"`, computed by each
-    member as a whole. With `whole` each member is given whole parameters, of which it takes its
-    parts, and gives whole gradients: then any optimizer does with them what it does on one device.
+    member as a whole. With `keepers` each parameter that is cut is whole on one member, which is
+    given its whole gradient and tells the others their parts in each step: so any optimizer does
+    with it what it does on one device. They are named, by names of parameters, or chosen so that
+    each member keeps about as many bytes.
 
     Raises ValueError for a pattern that no parameter has, a dimension that is not there or that
     `members` does not divide, an operation without a rule, open sizes, and a program that is not
@@ -69,15 +71,20 @@ def shard(
             )
         splits = _splits(program, placements, members)
         local = _Member(program, splits, members, unknown == "gather").program()
-        return _given_whole(local) if whole else local
+        return local if keepers is None else _kept(local, keepers)
 
     return run
 
 
-def _given_whole(program: Program) -> Program:
-    """The same, whose parameters and gradients are whole outside of it."""
+def _kept(program: Program, keepers: Mapping[str, int]) -> Program:
+    """The same, whose parameters and gradients are whole on one member each."""
+    kept_bytes, chosen = [0] * program.members, dict(keepers)
+    for port in program.ports(Role.PARAMETER):
+        if port.split:
+            least = kept_bytes.index(min(kept_bytes))
+            kept_bytes[chosen.setdefault(port.fqn, least)] += port.bytes
     inputs, outputs = (
-        tuple(attrs.evolve(port, whole=port.split is not None) for port in ports)
+        tuple(attrs.evolve(p, keeper=chosen[p.fqn] if p.split else None) for p in ports)
         for ports in (program.inputs, program.outputs)
     )
     return attrs.evolve(program, inputs=inputs, outputs=outputs)

@@ -26,17 +26,22 @@ def owner(program: Program, port: Port) -> int:
     return call.rank or 0 if call else 0
 
 
-def trained_on(program: Program, rank: int, replica: int | None = None) -> frozenset[str]:
+def trained_on(
+    program: Program, rank: int, replica: int | None = None, member: int | None = None
+) -> frozenset[str]:
     """The names of the parameters whose gradients a rank has after a step; None: one that runs all
-    replicas."""
-    made = {p.fqn for p in program.ports(Role.GRADIENT) if owner(program, p) == rank}
+    replicas, or all members."""
+    ports = program.ports(Role.GRADIENT)
+    made = {port.fqn for port in ports if owner(program, port) == rank}
     reduced = [reduction for reduction in program.reductions if rank in reduction.ranks]
     owned = {
         reduction.name
         for reduction in reduced
         if replica is None or reduction.owner in (None, replica)
     }
-    return frozenset((made - {reduction.name for reduction in reduced}) | owned)
+    here = (made - {reduction.name for reduction in reduced}) | owned
+    elsewhere = {p.fqn for p in ports if None not in (member, p.keeper) and p.keeper != member}
+    return frozenset(here - elsewhere)
 
 
 def updated_buffers(program: Program) -> dict[str, str]:

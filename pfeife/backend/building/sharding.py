@@ -26,7 +26,19 @@ def sharding(task: Task, captured: Captured) -> list[Pass]:
             "each stage (torchrun --nproc-per-node)"
         )
     places = _placements(task, captured)
-    return [shard(places, members, whole=True), merge_collectives()]
+    return [shard(places, members, keepers=_keepers(task, captured)), merge_collectives()]
+
+
+def _keepers(task: Task, captured: Captured) -> dict[str, int]:
+    """The members that keep parameters since an earlier program was built."""
+    assert task.world is not None
+    slots, known = task.slots(captured), task.world.ownership.known
+    owners = {
+        port.fqn: known[slots[port.name]]
+        for port in captured.program.ports(Role.PARAMETER)
+        if slots[port.name] in known
+    }
+    return {name: owned.member for name, owned in owners.items() if owned.member is not None}
 
 
 def _placements(task: Task, captured: Captured) -> dict[str, int | Place]:

@@ -82,7 +82,8 @@ class DistributedPipeline(Pipeline["DistributedStep"]):
             self.transport = DistributedTransport(world, self.mesh, program, apart)
             bodies = {**self._with_collectives(), **(bodies or {})}
             self.runner = RankRunner(program, schedule, self.transport.rank, bodies)
-            self.gradients = trained_on(program, self.transport.rank, self.transport.replica)
+            place = self.transport.rank, self.transport.replica, self.mesh.member
+            self.gradients = trained_on(program, *place)
 
     def _with_collectives(self) -> dict[str, Callable]:
         """The bodies of this rank's calls with the collectives of its group, by the nodes of the
@@ -184,7 +185,7 @@ class DistributedPipeline(Pipeline["DistributedStep"]):
 
     def _started(self, state: State, parts: Sequence[Part]) -> "DistributedStep":
         transport = self.transport.for_step()
-        state = own_parts(self.runner.state, state, self.mesh.member)
+        state = own_parts(self.runner.state, state, transport, self.device)
         return DistributedStep(self, self.runner.start(state, parts[0], transport), transport)
 
 

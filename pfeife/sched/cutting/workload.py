@@ -173,7 +173,9 @@ def _state(
         state_bytes = state(port.shape, port.given_dtype) if state and port.fqn in trained else 0
         copied = port.bytes if port.held else 0
         units = frozenset(call.unit for call in users.get(port.fqn, ()))
-        yield port.given_bytes + copied + -(-state_bytes // shards), units
+        # What members share out each of them keeps a share of, as large as its part.
+        kept = port.part_bytes * (1 if port.keeper is None else 2)
+        yield kept + copied + -(-state_bytes // shards), units
 
 
 class _Storages:

@@ -16,15 +16,18 @@ from pfeife.runtime.distributed.peers import Peers
 
 def holders_of(
     tensors: Mapping[str, torch.Tensor], mesh: Mesh, world: Peers
-) -> dict[str, tuple[int, ...]]:
-    """The ranks of a pipeline that have tensors which the others lack: of those where these are the
-    same ranks in each pipeline (collective)."""
+) -> dict[str, tuple[tuple[int, ...], int | None]]:
+    """The ranks of a pipeline that have tensors which the others lack, and the member of their
+    groups that does (None: all of them): of those where these are the same in each pipeline
+    (collective)."""
     nothing = " ".join(str(at) for at, tensor in enumerate(tensors.values()) if is_absent(tensor))
     lacking = [{int(at) for at in text.split()} for text in world.from_all_ranks(nothing)]
     holders = {}
     for at, name in enumerate(tensors):
         having = [rank for rank, lacks in enumerate(lacking) if at not in lacks]
         places = sorted({mesh.place(rank)[1] for rank in having})
-        if 0 < len(having) < len(lacking) and len(having) == mesh.replicas * len(places):
-            holders[name] = tuple(places)
+        members = sorted({mesh.of_member(rank).member for rank in having})
+        everywhere = len(having) == mesh.replicas * len(places) * len(members)
+        if 0 < len(having) < len(lacking) and everywhere and len(members) in (1, mesh.members):
+            holders[name] = tuple(places), None if len(members) == mesh.members else members[0]
     return holders

@@ -24,6 +24,7 @@ class Owned:
     `number` is the same for a tensor in all processes, and so is `name`: what the first program
     that trains it calls it. `alike` says whether all have the same values; statistics of replicas
     are not. `replica` is the one that trains it, the others have copies; None: all of them do.
+    `member` is the one of each group that has it; None: all of them do.
     """
 
     number: int
@@ -32,16 +33,21 @@ class Owned:
     mesh: Mesh
     alike: bool = True
     replica: int | None = None
+    member: int | None = None
 
     @property
     def first(self) -> int:
         """The rank of the world whose values count."""
-        return self.mesh.in_world(self.replica or 0, self.ranks[0])
+        return self._of_members.in_world(self.replica or 0, self.ranks[0])
 
     def nearest(self, rank: int) -> int:
         """The rank of the world to ask for the values: of the pipeline of the one that asks."""
-        replica, _ = self.mesh.place(rank)
-        return self.mesh.in_world(replica if self.replica is None else self.replica, self.ranks[0])
+        replica = self.mesh.place(rank)[0] if self.replica is None else self.replica
+        return self._of_members.in_world(replica, self.ranks[0])
+
+    @property
+    def _of_members(self) -> Mesh:
+        return self.mesh.each_member[self.member or 0]
 
     @property
     def everywhere(self) -> tuple[int, ...]:
@@ -60,7 +66,8 @@ class Owned:
     def holds(self, rank: int) -> bool:
         """Whether a rank of the world has the tensor's values, its own or those of another
         replica."""
-        return self.mesh.place(rank)[1] in self.ranks
+        of_member = self.member in (None, self.mesh.of_member(rank).member)
+        return of_member and self.mesh.place(rank)[1] in self.ranks
 
 
 def least_loaded(owners: Mapping[torch.Tensor, Owned], ranks: int) -> int:
@@ -85,7 +92,7 @@ def check_memory(pairs: Iterable[tuple[torch.Tensor, Owned]]) -> None:
     owned_by = {id(tensor): (tensor, owned) for tensor, owned in pairs}
     for tensors in overlapping(tensor for tensor, _ in owned_by.values()):
         left, right = (owned_by[id(tensor)][1] for tensor in tensors)
-        if (left.ranks, left.replica) != (right.ranks, right.replica):
+        if left.everywhere != right.everywhere:
             first, second = sorted((left, right), key=lambda owned: owned.number)
             raise CollectiveError(
                 f"{first.name} and {second.name} share memory, but are two tensors, trained on "
@@ -111,7 +118,8 @@ def owners_of(
     for at, port in enumerate(chosen, number):
         alike = mesh.replicas == 1 or port.role == Role.PARAMETER
         places, replica = tuple(sorted(ranks[port.fqn])), replica_of.get(port.fqn)
-        owners.append((slots[port.name], Owned(at, port.fqn, places, mesh, alike, replica)))
+        owned = Owned(at, port.fqn, places, mesh, alike, replica, port.keeper)
+        owners.append((slots[port.name], owned))
     return owners
 
 

@@ -101,6 +101,11 @@ class Ownership:
                 )
         return {name: frozenset(owned.ranks) for name, owned in owners.items()}
 
+    def _elsewhere(self, program: Program, slots: Slots) -> list[str]:
+        """The parameters that a program wants on other members than have them."""
+        ports = [p for p in program.ports(Role.PARAMETER) if slots.get(p.name) in self.known]
+        return [p.fqn for p in ports if self.known[slots[p.name]].member != p.keeper]
+
     def replicas(self, program: Program, slots: Slots) -> dict[str, int | None]:
         """The replicas that train a program's parameters by canonical names, None for all; of those
         that have owners."""
@@ -131,6 +136,13 @@ class Ownership:
         #   _make_own      deferred ones get the values of this rank
         #   _note          foreign ones lose theirs
         owners = self.of(program, slots, mesh)
+        elsewhere = self._elsewhere(program, slots)
+        if elsewhere:
+            raise CollectiveError(
+                f"{elsewhere[:3]} ({len(elsewhere)} in all) were cut over the members of groups by "
+                "another step and are not by this one, or the other way round: give all steps of a "
+                "model the same parallel="
+            )
         ports = [port for port in program.inputs if port.role != Role.SIZE]
         new = [p for p in ports if p.name in slots and p.fqn not in owners]
         alike = [port for port in new if port.role != Role.BATCH or not apart]
@@ -193,9 +205,10 @@ class Ownership:
         new = {n: value for n, value in state.items() if isinstance(value, torch.Tensor)}
         new = {n: o for n, o in new.items() if o not in self.known and not is_waiting(o)}
         held = holders_of(new, mesh, world)
-        for number, (name, ranks) in enumerate(held.items(), len(self.owned)):
+        for number, (name, (ranks, member)) in enumerate(held.items(), len(self.owned)):
             alike = mesh.replicas == 1 or new[name].requires_grad
-            self._note(new[name], Owned(number, name, ranks, mesh, alike), world.rank)
+            owned = Owned(number, name, ranks, mesh, alike, None, member)
+            self._note(new[name], owned, world.rank)
 
     def _note(self, tensor: torch.Tensor, owned: Owned, rank: int) -> None:
         self.known[tensor] = owned
@@ -219,6 +232,8 @@ class Ownership:
         if self.checked.get(program) == len(self.owned):
             return False
         owners, ranks = self.of(program, slots, mesh), ranks_of(program)
+        if self._elsewhere(program, slots):
+            return True
         # Owners are for ever, so only a program can be the one that is wrong.
         if any(ranks.get(name, frozenset()) - owner_ranks for name, owner_ranks in owners.items()):
             return True

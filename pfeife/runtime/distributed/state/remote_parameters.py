@@ -174,7 +174,7 @@ class Arrival:
 
 def where_trained(owned: Owned, done: str = "trained") -> str:
     """In words."""
-    ranks = ", ".join(map(str, owned.ranks))
+    ranks = ", ".join(map(str, owned.everywhere))
     return f"state of other ranks: {owned.name} is {done} by rank {ranks} and has no values here"
 
 
