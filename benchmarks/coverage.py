@@ -99,9 +99,13 @@ def begun(work: Callable[[], object], log: Path) -> int:
 
 
 def every(
-    todo: Sequence[tuple[str, str]], jobs: int, seconds: float, ways: Sequence[coverage_case.Way]
+    todo: Sequence[tuple[str, str]],
+    jobs: int,
+    seconds: float,
+    examine: Callable[[str, str, Path], object],
 ) -> Iterator[Row]:
-    """The rows as they come, each from a process of its own."""
+    """The rows as they come, each from a process of its own that examines a model and writes what
+    it finds to a path."""
     waiting, running = list(reversed(todo)), dict[int, Child]()
     with tempfile.TemporaryDirectory() as folder:
         while waiting or running:
@@ -110,7 +114,7 @@ def every(
                 child = Child(
                     family, name, Path(tempfile.mkdtemp(dir=folder)), time.monotonic() + seconds
                 )
-                work = partial(coverage_case.main, family, name, child.folder / "row.json", ways)
+                work = partial(examine, family, name, child.folder / "row.json")
                 running[begun(work, child.folder / "log")] = child
             time.sleep(0.05)
             for process, child in list(running.items()):
@@ -164,7 +168,7 @@ def main() -> None:
     prepare(list(dict.fromkeys(family for family, _ in todo)))
     shorter = coverage_case.SIZES if asked.sizes else coverage_case.QUICK
     ways = shorter if asked.sizes or asked.quick else coverage_case.WAYS
-    found = every(todo, asked.jobs, asked.seconds, ways)
+    found = every(todo, asked.jobs, asked.seconds, partial(coverage_case.main, ways=ways))
     for row in tqdm(found, total=len(todo), desc="models", disable=None):
         rows[row["family"], row["name"]] = row
         if asked.json:

@@ -158,7 +158,8 @@ def trained_alike(**options) -> None:
     model = Words(dropout=0.0).double()
     plain = copy.deepcopy(model)
     batches = [torch.randint(24, (8, 6)) for _ in range(3)]
-    step = pfeife.compile(lambda tokens: model(tokens), parallel=PLAN, microbatches=4, **options)
+    options = {"parallel": PLAN, **options}
+    step = pfeife.compile(lambda tokens: model(tokens), microbatches=4, **options)
     torch.testing.assert_close(
         [*trained(step, model, batches)], [*trained(plain, plain, batches)], rtol=1e-12, atol=0
     )
@@ -172,6 +173,11 @@ def trained_alike(**options) -> None:
 @row(ranks=(2, 4))
 def a_loop_of_one_stage() -> None:
     trained_alike(members=int(os.environ["WORLD_SIZE"]))
+
+
+@row(ranks=(2, 4))
+def a_loop_that_nobody_has_said_how_to_cut() -> None:
+    trained_alike(members=2, parallel="auto")
 
 
 @row(ranks=(4,))

@@ -1,6 +1,5 @@
 """The options `parallel` and `members`: how a step's parameters are cut over a group of ranks."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -12,6 +11,8 @@ from pfeife.frontend.placements import placements
 from pfeife.ir.parts import Role
 from pfeife.passes import merge_collectives, shard
 from pfeife.passes.compose import Pass
+from pfeife.runtime.distributed.state.owned import Owned
+from pfeife.sched.placements import best_placements
 
 
 def sharding(task: Task, captured: Captured) -> list[Pass]:
@@ -25,26 +26,31 @@ def sharding(task: Task, captured: Captured) -> list[Pass]:
             f"option members={members}: the members of a group are processes; start {members} for "
             "each stage (torchrun --nproc-per-node)"
         )
-    places = _placements(task, captured)
-    return [shard(places, members, keepers=_keepers(task, captured)), merge_collectives()]
+    owned = _owned(task, captured)
+    keepers = {name: owner.member for name, owner in owned.items() if owner.member is not None}
+    if task.options.parallel == "auto":
+        program = captured.program
+        # A parameter that an earlier program has cut, or not, stays so.
+        known = {name: owner.member is not None for name, owner in owned.items()}
+        places = best_placements(program, members, task.machine(program), known)
+        cut = shard(places, members, unknown="gather", keepers=keepers)
+    else:
+        cut = shard(_placements(task, captured), members, keepers=keepers)
+    return [cut, merge_collectives()]
 
 
-def _keepers(task: Task, captured: Captured) -> dict[str, int]:
-    """The members that keep parameters since an earlier program was built."""
+def _owned(task: Task, captured: Captured) -> dict[str, Owned]:
+    """The owners that parameters have since an earlier program was built."""
     assert task.world is not None
     slots, known = task.slots(captured), task.world.ownership.known
-    owners = {
-        port.fqn: known[slots[port.name]]
-        for port in captured.program.ports(Role.PARAMETER)
-        if slots[port.name] in known
-    }
-    return {name: owned.member for name, owned in owners.items() if owned.member is not None}
+    ports = captured.program.ports(Role.PARAMETER)
+    return {port.fqn: known[slots[port.name]] for port in ports if slots[port.name] in known}
 
 
 def _placements(task: Task, captured: Captured) -> dict[str, int | Place]:
     """The dimensions of parameters: by patterns of their own names as they were given, by their
     canonical ones where a plan names modules."""
-    asked: Mapping[str, Any] = task.options.parallel or {}
+    asked: Any = task.options.parallel
     by_name = {name: dim for name, dim in asked.items() if isinstance(dim, int | Place)}
     plan = {name: style for name, style in asked.items() if name not in by_name}
     # What the step calls a parameter depends on how it reaches the model: the tensor is the same.

@@ -252,18 +252,18 @@ def boundaries(partition: Partition | CutAt | None) -> dict[str, str]:
 def check_parallel(instance: object, attribute: attrs.Attribute, value: Any) -> None:
     """Raises ValueError for what is no plan of how parameters are cut."""
     names = isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
-    if value is not None and not names:
+    if value != "auto" and not names:
         raise ValueError(
-            f"option parallel={value!r}: must be a mapping from patterns of modules' names to "
-            "torch's styles (ColwiseParallel()) or Hugging Face's words ('colwise'), or from those "
-            "of parameters' names to dimensions"
+            f"option parallel={value!r}: must be 'auto', or a mapping from patterns of modules' "
+            "names to torch's styles (ColwiseParallel()) or Hugging Face's words ('colwise'), or "
+            "from those of parameters' names to dimensions"
         )
 
 
-def described_parallel(plan: Mapping[str, Any] | None) -> str:
+def described_parallel(plan: Mapping[str, Any] | str) -> str:
     """A plan as all ranks write it: styles of torch's by their names."""
-    if plan is None:
-        return "None"
+    if isinstance(plan, str):
+        return repr(plan)
     plain = str | int | Place
     return repr(
         {n: how if isinstance(how, plain) else type(how).__name__ for n, how in plan.items()}
@@ -280,11 +280,10 @@ _WITHOUT_MEMBERS = {
 
 
 def _check_members(options: Any) -> None:
-    if (options.members > 1) != (options.parallel is not None):
+    if options.members == 1 and options.parallel != "auto":
         raise ValueError(
-            f"options members={options.members} and parallel={described_parallel(options.parallel)}"
-            ": members say how many ranks share a stage, and parallel how its parameters are cut; "
-            "give both, or none"
+            f"option parallel={described_parallel(options.parallel)} says how parameters are cut: "
+            "say with members= over how many ranks"
         )
     for name, (only, why) in _WITHOUT_MEMBERS.items() if options.members > 1 else ():
         if getattr(options, name) != only:

@@ -167,9 +167,9 @@ class ReplicaOptions:
         links and a step is faster that way by estimate, the ranks of the replicas are.
     members: How many ranks share the work of each stage. A stage's ranks are neighbours, and a
         `mesh` gives them as its dimension `"tp"`. See [parallelism inside a stage](sharding.md).
-    parallel: How parameters are cut over the members: patterns of modules' names to torch's styles
-        (`{"*.up": ColwiseParallel()}`) or Hugging Face's words (`model.config.base_model_tp_plan`),
-        or patterns of parameters' names to dimensions (`{"*.up.weight": 0}`).
+    parallel: How parameters are cut over the members: `"auto"`, or patterns of modules' names to
+        torch's styles (`{"*.up": ColwiseParallel()}`) or Hugging Face's words (those of
+        `model.config.base_model_tp_plan`), or of parameters' names to dimensions.
     """
 
     replicas: int = attrs.field(default=1, validator=checks.count)
@@ -180,8 +180,8 @@ class ReplicaOptions:
     bucket_bytes: int = attrs.field(default=BUCKET_BYTES, validator=checks.count)
     mesh: Mesh | None = attrs.field(default=None, converter=mesh_of)
     members: int = attrs.field(default=1, validator=checks.count)
-    parallel: Mapping[str, Any] | None = attrs.field(
-        default=None, validator=checks.check_parallel, repr=checks.described_parallel
+    parallel: Mapping[str, Any] | Literal["auto"] = attrs.field(
+        default="auto", validator=checks.check_parallel, repr=checks.described_parallel
     )
 
 

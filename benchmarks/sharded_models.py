@@ -1,0 +1,96 @@
+"""How many of other people's models are cut over the members of a group with one device's numbers.
+
+    python benchmarks/sharded_models.py                        all models, half an hour
+    python benchmarks/sharded_models.py --only 'gpt2|unet' --members 4 --json out.json
+
+Needs what `coverage.py` needs. Each model's step is captured, `best_placements` cuts its parameters
+(every matrix that can be), `shard` the rest, and `evaluate` runs all members in lockstep, beside
+the program that was captured. Compared are the loss, gradients and buffers of two microbatches. A
+model is right within rounding (1e-4 of the value's size); what `capture` refuses is not counted.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import coverage_models
+import torch
+from coverage import every, prepare
+from coverage_case import ROUNDING, built, cut, difference, drawn, seed, text
+from tqdm import tqdm
+
+import pfeife
+from pfeife.cost import machine
+from pfeife.ir.evaluate import Result
+from pfeife.ir.members import MEANING
+from pfeife.sched.placements import best_placements
+
+
+def examined(family: str, name: str, out: Path, members: int) -> None:
+    """Writes what becomes of a model."""
+    row: dict[str, Any] = {"family": family, "name": name, "verdict": "failed", "cause": ""}
+    try:
+        row |= {"phase": "capture", "verdict": "uncaptured"}
+        example = built(coverage_models.models(family)[name])
+        microbatches = cut(example, drawn(example, 0))[:2]
+        seed(7)
+        flat = pfeife.capture(example.step, *microbatches[0])
+        state = pfeife.state_of(flat, example.model)
+        row |= {"phase": "shard", "verdict": "refused"}
+        places = best_placements(flat, members, machine("cpu-core"))
+        passes = pfeife.shard(places, members, unknown="gather"), pfeife.merge_collectives()
+        local = pfeife.compose(*passes)(flat)
+        row |= {"phase": "run", "verdict": "failed", "cut": len(places)}
+        row["parameters"] = len(flat.ports(pfeife.Role.PARAMETER))
+        nodes = local.module.graph.nodes
+        row["told"] = Counter(n.target.__name__ for n in nodes if n.target in MEANING)
+        expected, computed = (
+            pfeife.evaluate(program, state, microbatches, seed=7) for program in (flat, local)
+        )
+        error, worst = difference(_values(expected), _values(computed))
+        row |= {"error": error, "verdict": "right" if error <= ROUNDING else "WRONG"}
+        row["cause"] = worst if error > ROUNDING else ""
+    except Exception as problem:
+        row["cause"] = text(problem)
+    out.write_text(json.dumps(row))
+
+
+def _values(result: Result) -> dict[str, torch.Tensor]:
+    gradients = {f"grad {name}": value for name, value in result.gradients.items()}
+    buffers = {f"buffer {name}": value for name, value in result.buffers.items()}
+    return {"loss": result.loss, **gradients, **buffers}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", default="", help="a regular expression for family/name")
+    parser.add_argument("--members", type=int, default=2)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=200.0, help="that a model may take")
+    parser.add_argument("--json", type=Path, help="where the rows go")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    tqdm.monitor_interval = 0  # no threads beside this one, which forks
+    todo = [one for one in coverage_models.names() if re.search(asked.only, "/".join(one))]
+    prepare(list(dict.fromkeys(family for family, _ in todo)))
+    rows = []
+    work = partial(examined, members=asked.members)
+    for row in tqdm(every(todo, asked.jobs, asked.seconds, work), total=len(todo), disable=None):
+        rows.append(row)
+        if asked.json:
+            asked.json.write_text(json.dumps(rows, indent=1))
+        if row["verdict"] != "right":
+            tqdm.write(f"{row['family']}/{row['name']}: {row['verdict']}: {row['cause'][:200]}")
+    verdicts = Counter(row["verdict"] for row in rows)
+    of = len(rows) - verdicts["uncaptured"]
+    print(f"{verdicts['right']} of {of} right, {dict(verdicts)}")
+    sys.exit(verdicts["WRONG"] > 0)
+
+
+if __name__ == "__main__":
+    main()
