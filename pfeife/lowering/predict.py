@@ -6,6 +6,8 @@ from pfeife.data.machine import Machine
 from pfeife.data.network import Network
 from pfeife.data.schedule import SENDS, Action, Do, Schedule, received_as
 from pfeife.data.timeline import Timeline
+from pfeife.ir.messages import holders
+from pfeife.ir.parts import Role
 from pfeife.ir.program import Program
 from pfeife.lowering.buckets import buckets_of
 from pfeife.lowering.envelope import Travel, travel
@@ -28,8 +30,9 @@ def predict(
     of the two ranks' time, over the measured `network`, else over the machine's link. A reduction
     takes what its buckets say (`Bucket.seconds`) on links that carry nothing else, of the slowest
     one's figures (among those `between` the replicas, where they are given), and of the rank's time
-    what the machine does not `overlap`. Every action also takes the rank the machine's
-    `action_seconds`. Raises ValueError if a call has no cost.
+    what the machine does not `overlap`. What members of a group tell one another of parameters and
+    gradients (see `kept_seconds`) counts with the first forward. Every action also takes the rank
+    the machine's `action_seconds`. Raises ValueError if a call has no cost.
 
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     >>> flat = pfeife.capture(lambda x: net(x).square().mean(), torch.ones(2, 4))
@@ -65,6 +68,7 @@ def action_seconds(
     sent = {_key(send): taken for send, taken in travels(program, machine, network).items()}
     computing: dict[tuple, float] = {}
     reduced = reduction_seconds(program, _slowest(machine, between or network))
+    kept = kept_seconds(program, machine)
 
     def seconds_of(action: Action) -> float:
         if action.do in SENDS:
@@ -79,6 +83,8 @@ def action_seconds(
                 (call.seconds or 0.0) + (0.0 if first else call.accumulate_seconds)
                 for call in wiring.calls(action)
             )
+            if first and action.do == Do.FORWARD:
+                computing[key] += kept.get(action.stage, 0.0)
         return computing[key]
 
     return seconds_of
@@ -90,6 +96,21 @@ def reduction_seconds(program: Program, machine: Machine) -> dict[int, float]:
     for bucket in buckets_of(program):
         stage = bucket.first.stages[0]
         seconds_of[stage] = seconds_of.get(stage, 0.0) + bucket.seconds(machine)
+    return seconds_of
+
+
+def kept_seconds(program: Program, machine: Machine) -> dict[int, float]:
+    """How long it takes in each stage that the keepers of parameters tell the others their parts,
+    and are told those of the gradients: one part after the other, over the machine's link."""
+    trained = {port.fqn for port in program.ports(Role.GRADIENT)}
+    users = holders(program, Role.PARAMETER)
+    seconds_of: dict[int, float] = {}
+    for port in program.ports(Role.PARAMETER):
+        if port.keeper is not None:
+            times = (program.members - 1) * (2 if port.fqn in trained else 1)
+            for stage in {call.unit for call in users[port.fqn]}:
+                told = times * machine.transfer_seconds(port.part_bytes)
+                seconds_of[stage] = seconds_of.get(stage, 0.0) + told
     return seconds_of
 
 

@@ -16,13 +16,16 @@ from pfeife.factors.rules import equation_of
 from pfeife.ir.copying import Copy
 from pfeife.ir.infer_values import settle
 from pfeife.ir.members import Split, all_gather, all_reduce, all_to_all, part
-from pfeife.ir.nodes import bound, is_source, returned, source_line, value_of
+from pfeife.ir.nodes import bound, is_source, operation_name, returned, source_line, value_of
 from pfeife.ir.parts import Port, Role
 from pfeife.ir.program import Program
 from pfeife.ir.seeding import seeded
 
 aten = torch.ops.aten
 _TOLD = ("val", "sizes", "tensor_meta")  # of a whole value: a member's own is told anew
+# They read memory as it lies there; products lay out their results in one way alone.
+_BY_LAYOUT = ("as_strided", "as_strided_copy", "as_strided_scatter")
+_IN_ORDER = ("mm", "addmm", "bmm", "baddbmm")
 _REDUCED_TWICE = 2  # an all_reduce sends twice the bytes that an all_gather of as many does
 
 
@@ -143,7 +146,8 @@ class _Member:
     `places` has where each node of the whole graph is cut here (None: all members have the same),
     a tuple of these for several results; `copies` has what stands for it, by that place, so that
     what a value is made into is made once. Of several results `sums` are those of which a member
-    has a part, and `nodes` those that are nodes by themselves.
+    has a part, and `nodes` those that are nodes by themselves. Values that were put together of
+    parts may be `laid_out` otherwise than on one device, and so what is computed of them.
     """
 
     def __init__(self, whole: Program, splits: Mapping[str, Split], members: int, gathers: bool):
@@ -153,6 +157,7 @@ class _Member:
         self.copies: dict[tuple[fx.Node, Any], fx.Node] = {}
         self.sums: dict[fx.Node, set[int]] = {}
         self.nodes: dict[fx.Node, Sequence[fx.Node]] = {}
+        self.laid_out: set[fx.Node] = set()
 
     def program(self) -> Program:
         """The program of a member."""
@@ -220,6 +225,8 @@ class _Member:
             copy = self.nodes[source][index]  # type: ignore[index]
         else:
             copy = self._make(node, operator.getitem, self.copies[source, places], index)
+        if index in self.sums.get(source, ()) or source in self.laid_out:
+            self.laid_out.add(node)
         if index in self.sums.get(source, ()):
             copy = self._make(node, all_reduce, copy, self.members)
         self._stands(node, copy, places[index])
@@ -235,10 +242,23 @@ class _Member:
         if choice.equation is not None:
             self._cut(node, choice.equation, choice.label, args, kwargs)
             return
+        self._check_layout(node, reads)
         whole = self._make(node, node.target, *args, **kwargs)
         whole.meta = dict(node.meta)
         value = node.meta.get("val")
         self._stands(node, whole, (None,) * len(value) if isinstance(value, tuple | list) else None)
+
+    def _check_layout(self, node: fx.Node, reads: Sequence[fx.Node]) -> None:
+        """Of what is computed as a whole. Raises ValueError where it would read other elements."""
+        if self.laid_out.isdisjoint(reads):
+            return
+        self.laid_out.add(node)
+        if operation_name(node) in _BY_LAYOUT:
+            raise ValueError(
+                f"shard: {node.target} reads memory as it lies there, and what it reads is put "
+                f"together of parts, in another order ({source_line(node)}); leave the parameters "
+                "whole that it is computed of"
+            )
 
     def _dropped_out(self, node: fx.Node) -> bool:
         """Whether a node is a dropout of a value that is cut: every member then draws for the whole
@@ -265,6 +285,8 @@ class _Member:
     def _cut(self, node: fx.Node, equation: Equation, label: Label, args: Any, kwargs: Any) -> None:
         """A node on a member's part of a factor. Parts of sums are added at once."""
         places = tuple(equation.place(dims, label) for dims in equation.results)
+        if operation_name(node) not in _IN_ORDER or not _in_order(node):
+            self.laid_out.add(node)
         several = isinstance(node.meta.get("val"), tuple | list)
         if label in equation.recipes:
             made = self._by_recipe(node, equation, label, args, kwargs)
@@ -373,6 +395,8 @@ class _Member:
         """A value where it is wanted."""
         if (node, place) not in self.copies:
             now = self.places[node]
+            if place is None:  # parts are joined in the order of dimensions
+                (self.laid_out.discard if _in_order(node) else self.laid_out.add)(node)
             collective = part if now is None else all_gather if place is None else all_to_all
             ways = [number for way in (now, place) if way for number in attrs.astuple(way)]
             source = self.copies[node, now]
@@ -384,6 +408,12 @@ class _Member:
         node = self.copy.graph.call_function(target, args, kwargs)
         node.meta = {name: value for name, value in like.meta.items() if name not in _TOLD}
         return node
+
+
+def _in_order(node: fx.Node) -> bool:
+    """Whether the elements of a value lie in the order of its dimensions."""
+    value = value_of(node)
+    return value is not None and value.is_contiguous()
 
 
 def _itemsize(reads: Iterable[fx.Node]) -> int:

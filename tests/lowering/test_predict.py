@@ -213,3 +213,21 @@ def test_replicas_reduce_in_predicted_time():
     for rank in (0, 1):
         computing = [e.end - e.start for e in events if e.rank == rank and e.action.do.kind]
         assert sum(computing) == pytest.approx(6 * 1.0 + 2 * 0.25)
+
+
+def test_what_keepers_tell_counts_once_a_step():
+    """Each part there and each part of a gradient back, one after the other."""
+    net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    net[2].weight.requires_grad_(False)
+    flat = pfeife.capture(lambda x: net(x).square().mean(), torch.ones(8, 64))
+    taken = []
+    for keepers in (None, {}):
+        cut = pfeife.shard({"0.*": 0, "2.weight": 1}, members=4, keepers=keepers)
+        local = pfeife.fuse()(cut(flat))
+        local = pfeife.annotate(estimate(local, CPU_CORE))(local)
+        plan = sched.plan(local, machine=CPU_CORE, microbatches=3, stages=1)
+        ranks = pfeife.apply(plan)(local)
+        taken.append(sched.predict(ranks, sched.lower(plan.schedule, ranks), CPU_CORE).seconds)
+    told = [(4 * 64 * 64, 2), (4 * 64, 2), (4 * 64 * 64, 1)]  # bytes of a part, how often
+    seconds = sum(3 * times * CPU_CORE.transfer_seconds(sent) for sent, times in told)
+    assert taken[1] - taken[0] == pytest.approx(seconds)

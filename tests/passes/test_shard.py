@@ -125,6 +125,24 @@ class Heads(nn.Module):
         return self.head(x + self.out(attended.transpose(1, 2).flatten(2)))
 
 
+def test_what_reads_memory_as_it_lies_there_is_not_given_another_order():
+    """Parts are joined in the order of dimensions; a product has no other."""
+    torch.manual_seed(0)
+    net, x = nn.Linear(8, 8).double(), torch.randn(2, 4, 8).double()
+
+    def step(x):
+        h = net(x).transpose(0, 1) + 1
+        return h.as_strided((2, 3, 8), (8, 16, 1)).square().sum()
+
+    flat = pfeife.capture(step, x, loss_reduction="sum")
+    with pytest.raises(ValueError, match="in another order .*line 135, in step"):
+        shard({"weight": 0}, 2, unknown="gather")(flat)
+    state = pfeife.state_of(flat, net)
+    programs = flat, shard({"weight": 1}, 2, unknown="gather")(flat)
+    whole, members = (pfeife.evaluate(program, state, [x]) for program in programs)
+    torch.testing.assert_close(members.gradients, whole.gradients)
+
+
 def test_sums_that_are_added_are_taken_once():
     model, tokens = Heads(), torch.randint(12, (2, 5))
     program = pfeife.capture(lambda t: F.cross_entropy(model(t).flatten(0, 1), t.flatten()), tokens)
