@@ -135,7 +135,7 @@ def test_what_reads_memory_as_it_lies_there_is_not_given_another_order():
         return h.as_strided((2, 3, 8), (8, 16, 1)).square().sum()
 
     flat = pfeife.capture(step, x, loss_reduction="sum")
-    with pytest.raises(ValueError, match="in another order .*line 135, in step"):
+    with pytest.raises(ValueError, match=r"in another order .*line 135, in step"):
         shard({"weight": 0}, 2, unknown="gather")(flat)
     state = pfeife.state_of(flat, net)
     programs = flat, shard({"weight": 1}, 2, unknown="gather")(flat)
