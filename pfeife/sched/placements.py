@@ -115,6 +115,8 @@ class _Problem:
             A_eq=self.equal.matrix(count),
             b_eq=self.equal.sides,
         )
+        if solution.x is None:  # all as a whole always is one, but for what is known
+            raise ValueError(f"parallel='auto': {solution.message}; say how parameters are cut")
         shares = solution.x
         best = {k: max(ways, key=lambda w: shares[ways[w]]) for k, ways in self.taken.items()}
         return {node: best[kind] for node, kind in self.kinds.items()}
