@@ -1,12 +1,15 @@
 """What a rank does in the trials of faults: it suffers one, or reports how it heard of it."""
 
+import contextlib
 import gc
+import itertools
 import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import attrs
 import torch
@@ -17,11 +20,13 @@ import pfeife
 from pfeife.data.schedule import Action
 from pfeife.runtime.distributed.pipeline import DistributedPipeline, DistributedStep
 from pfeife.runtime.distributed.process_group import join_world
+from pfeife.runtime.distributed.transport import DistributedTransport
 from pfeife.runtime.failure import PipelineError
 from pfeife.testing import own_gradients
 
 CPU = torch.device("cpu")
 OPERATIONS = ("exception", "out of memory", "wrong shape inside", "wrong shape sent")
+SKIPPED, SKIPPED_CALL = "skipped a backward", "skipped a call"
 BUILDING, ROWS = "exception while a step is built", "other rows in a later call"
 WAITING = "SIGSTOP in a wait"  # for the last message of another rank, which comes after it
 LATE = "SIGSTOP before others come"  # but the next one, which waits for it, and finds out why
@@ -35,7 +40,8 @@ class Trial:
     """A fault that befalls a rank after (or in) the `at`th of its actions; -1 is before them.
 
     `second` is another victim at the same time; after a trial that is `chained` comes the next
-    one at once, without a good step between them.
+    one at once, without a good step between them. Among `members` it strikes in the `at`th of the
+    step's collectives of the victim's group: parts of parameters, of activations, of gradients.
     """
 
     fault: str
@@ -43,6 +49,11 @@ class Trial:
     at: int = -1
     second: int = -1
     chained: bool = False
+    members: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.fault} among members" if self.members else self.fault
 
 
 def told(error: BaseException) -> dict[str, Any]:
@@ -72,6 +83,8 @@ class Ill:
     def arm(self, after: int) -> None:
         """Called when the action `after` has run."""
         at, fault = self.trial.at, self.trial.fault
+        if self.trial.members:
+            return
         if not self.mine:
             next_one = self.rank == self.trial.victim + 1
             late = not next_one and fault == LATE and after == -1
@@ -92,6 +105,20 @@ class Ill:
                 SWITCH.arm(strikes(fault), skip=operations - 1 if fault.endswith("sent") else 0)
         elif after == at:
             self.strike()
+
+    @contextlib.contextmanager
+    def among_members(self) -> Iterator[None]:
+        """While the fault strikes in a collective of members, if it is one that does: once the
+        victim has begun to give its part, and before it has those of others."""
+        waits, wait = itertools.count(), DistributedTransport.wait
+
+        def struck(transport: DistributedTransport, work: Any) -> None:
+            if self.mine and self.trial.members and next(waits) == self.trial.at:
+                self.strike()
+            wait(transport, work)
+
+        with mock.patch.object(DistributedTransport, "wait", struck):
+            yield
 
     def watch(self, _: int) -> Callable[[Action], None]:
         index = iter(range(len(self.actions)))
@@ -114,10 +141,11 @@ class Ill:
         try:
             if self.trial.fault == ELSEWHERE and not self.mine:
                 time.sleep(1)
-            step = pipeline.start(self.case.state, self.batch())
-            self.arm(-1)
-            step.run(watch=self.watch)
-            step.result()
+            with self.among_members():
+                step = pipeline.start(self.case.state, self.batch())
+                self.arm(-1)
+                step.run(watch=self.watch)
+                step.result()
         except BaseException as error:
             self.report(trial=self.number, **told(error))
             if not isinstance(error, Exception):
@@ -208,10 +236,11 @@ def end(case: Case, trial: Trial, timeout: float) -> Callable[[int, Report], Non
         ill = Ill(case, rank, trial, 0, report)
         try:
             for _ in range(3):
-                step = pipeline.start(case.state, case.batch)
-                ill.arm(-1)
-                step.run(watch=ill.watch)
-                step.result()
+                with ill.among_members():
+                    step = pipeline.start(case.state, case.batch)
+                    ill.arm(-1)
+                    step.run(watch=ill.watch)
+                    step.result()
         except BaseException as error:
             report(trial=0, **told(error))
             raise
@@ -329,18 +358,21 @@ def planning(case: Case, trial: Trial, timeout: float) -> Callable[[int, Report]
 
 
 def skipping(case: Case, trial: Trial, timeout: float) -> Callable[[int, Report], None]:
-    """The victim never runs the backward of a call, and calls again."""
+    """The victim never runs the backward of a call, and calls again; or it skips the call, too."""
 
     def main(rank: int, report: Report) -> None:
         whole = torch.cat([x for (x,) in case.batch])
-        model = pfeife.compile(case.net, microbatches=len(case.batch), timeout=timeout)
+        options = {"microbatches": len(case.batch), "timeout": timeout, **case.options}
+        model = pfeife.compile(case.net, **options)
         model(whole).sum().backward()
         try:
-            found = model(whole)
-            if rank == trial.victim:
+            mine = rank == trial.victim
+            if not mine:
+                model(whole).sum().backward()
+            elif trial.fault == SKIPPED:
+                model(whole)
+            if mine:
                 report(event="fault", trial=0)
-            else:
-                found.sum().backward()
             for _ in range(2):
                 model(whole).sum().backward()
         except BaseException as error:

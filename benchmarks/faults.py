@@ -37,6 +37,8 @@ from fault_ranks import (  # noqa: E402
     PATIENT,
     ROWS,
     SHORT,
+    SKIPPED,
+    SKIPPED_CALL,
     WAITING,
     Trial,
     arrive,
@@ -56,7 +58,6 @@ from pfeife.data.progress import shown  # noqa: E402
 
 AT_ONCE = 6  # launches that run at the same time
 REACTION = 10.0  # seconds in which every survivor has to end
-SKIPPED = "skipped a backward"
 SILENT = ("SIGSTOP", WAITING, LATE, "slow", SKIPPED)
 AWAY = "away"  # outside of a step, for longer than the timeout
 
@@ -107,7 +108,7 @@ def heard_right(case: Case, trial: Trial, reported: dict[str, Any]) -> str:
         return f"rank {reported['rank']} raised {reported['type']}: {reported['text']}"
     if failure["rank"] not in (trial.victim, trial.second):
         return f"rank {reported['rank']} blames another: {reported['text']}"
-    if trial.fault in OPERATIONS:
+    if trial.fault in OPERATIONS and not trial.members:
         action = case.actions(failure["rank"])[trial.at]
         inside = trial.fault in ("exception", "out of memory")
         if inside and f"action {action} " not in failure["where"]:
@@ -179,7 +180,8 @@ def judge_end(plan: Plan, launch: Launch) -> list[Outcome]:
         if one.code != 1:
             wrong.append(f"rank {rank} ended with {one.code}")
     victim = launch.ranks.get(trial.victim)
-    expected = {"SIGKILL": -signal.SIGKILL, "exit": 3, "left": 0, "SIGINT": -signal.SIGINT}
+    expected = {"SIGKILL": -signal.SIGKILL, "exit": 3, "SIGINT": -signal.SIGINT}
+    expected |= {"left": 0, SKIPPED_CALL: 0}  # its script is over
     if victim and victim.code != expected.get(trial.fault, 1):
         wrong.append(f"the victim ended with {victim.code}")
     struck = [r["time"] for r in reports if r["event"] == "fault"]
@@ -198,11 +200,11 @@ def judge_waited(plan: Plan, launch: Launch) -> list[Outcome]:
 
 def _outcome(plan: Plan, trial: Trial, wrong: Sequence[str], seconds: float) -> Outcome:
     found = [one for one in wrong if one]
-    at = f"rank {trial.victim}, action {trial.at}"
+    at = f"rank {trial.victim}, {'collective' if trial.members else 'action'} {trial.at}"
     where = f"{plan.case.name} on {plan.case.size}"
-    text = f"{trial.fault}, {where}, {at}: {'; '.join(found)}" if found else ""
+    text = f"{trial.name}, {where}, {at}: {'; '.join(found)}" if found else ""
     untold = bool(found) and all(isinstance(one, Untold) for one in found)
-    return Outcome(trial.fault, where, text, seconds, untold)
+    return Outcome(trial.name, where, text, seconds, untold)
 
 
 def carry_out(
@@ -243,8 +245,10 @@ def recoveries(case: Case, trials: Sequence[Trial]) -> Plan:
     return Plan(case, trials, recover(case, trials), seconds, judge_recovery)
 
 
-def ending(case: Case, fault: str, victim: int, at: int, agent: bool = True) -> Plan:
-    trial = Trial(fault, victim, at)
+def ending(
+    case: Case, fault: str, victim: int, at: int, agent: bool = True, members: bool = False
+) -> Plan:
+    trial = Trial(fault, victim, at, members=members)
     timeout = SHORT if fault in SILENT else PATIENT
     return Plan(case, [trial], end(case, trial, timeout), 40, judge_end, agent)
 
@@ -269,10 +273,21 @@ def through_compile(case: Case) -> list[Plan]:
         for tenths in (2, 6, 12):
             trial = Trial(fault, 0, tenths)
             plans.append(Plan(case, [trial], planning(case, trial, PATIENT), 60, judge_end))
-    for victim in range(case.size):
-        trial = Trial(SKIPPED, victim)
-        plans.append(Plan(case, [trial], skipping(case, trial, SHORT), 60, judge_end))
-    return plans
+    return plans + skips(case, SKIPPED)
+
+
+def skips(case: Case, fault: str, members: bool = False) -> list[Plan]:
+    trials = [Trial(fault, victim, members=members) for victim in range(case.size)]
+    return [Plan(case, [t], skipping(case, t, SHORT), 60, judge_end) for t in trials]
+
+
+def among_members(case: Case) -> list[Plan]:
+    """Faults in every collective of a group, and members that come to different calls."""
+    ats = [(v, at) for v in range(case.size) for at in range(case.collectives(v))]
+    plans = [recoveries(case, [Trial("exception", v, at, members=True) for v, at in ats])]
+    for fault in ("SIGKILL", "SIGSTOP"):
+        plans += [ending(case, fault, v, at, members=True) for v, at in ats]
+    return plans + [p for fault in (SKIPPED, SKIPPED_CALL) for p in skips(case, fault, True)]
 
 
 def at_once(case: Case) -> list[Trial]:
@@ -323,6 +338,7 @@ def quick() -> list[Plan]:
         idling(two, "left", 0, agent=False),
         missing(two, 1),
         missing(two, 0, agent=False),
+        *among_members(case("1f1b", 1, 2, members=2))[::12],
     ]
 
 
@@ -330,8 +346,9 @@ def full() -> list[Plan]:
     """Every fault at every action of every rank."""
     cases = [case("1f1b", 2), case("1f1b", 4), case("zb-v", 2), case("interleaved", 2)]
     cases += [case("1f1b", 2, tied=True), case("1f1b", 2, tied=True, replicas=2)]
-    cases += [case("1f1b", 2, rows=MANY)]
-    plans = []
+    shared = [case("1f1b", stages, 2, members=2) for stages in (1, 2)]
+    cases += [case("1f1b", 2, rows=MANY), *shared]
+    plans = [plan for one in shared for plan in among_members(one)]
     for one in cases:
         faults = every(one, OPERATIONS)
         pieces = [faults[start : start + 60] for start in range(0, len(faults), 60)]
@@ -410,7 +427,7 @@ def main() -> None:
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     plans = quick() if options.quick else full()
-    plans = [p for p in plans if (options.only or "") in p.trials[0].fault]
+    plans = [p for p in plans if (options.only or "") in p.trials[0].name]
     plans = [p for p in plans if (options.case or "") in f"{p.case.name} on {p.case.size}"]
     launches = dict[Plan, list[Outcome]]()
     total = sum(len(plan.trials) for plan in plans)

@@ -9,13 +9,16 @@ from collections.abc import Callable
 import attrs
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
 import pfeife
 from pfeife import sched
 from pfeife.data.schedule import Action, Schedule
+from pfeife.ir.members import MEANING, member, part
+from pfeife.ir.parts import Role
 from pfeife.ir.program import Program
 from pfeife.lowering.envelope import APART
+from pfeife.runtime.results import owner
 
 WIDTH, ROWS = 8, 2
 MANY = APART // (4 * WIDTH)  # rows of values that another thread sends
@@ -47,7 +50,8 @@ class Switch:
 SWITCH = Switch()
 
 
-@torch.library.custom_op("pfeife_faults::pass_on", mutates_args=())
+# Members share what is computed number by number.
+@torch.library.custom_op("pfeife_faults::pass_on", mutates_args=(), tags=(torch.Tag.pointwise,))
 def pass_on(x: torch.Tensor) -> torch.Tensor:
     strike = SWITCH.take()
     return x.clone() if strike is None else strike(x)
@@ -116,7 +120,8 @@ def suffer(how: str) -> None:
 
 @attrs.frozen(eq=False)
 class Case:
-    """A program and its schedule on `size` processes, with its state and its microbatches."""
+    """A program and its schedule on `size` processes, with its state and its microbatches;
+    `members` of them share each stage, where parameters are cut as `places` says."""
 
     name: str
     size: int
@@ -125,13 +130,24 @@ class Case:
     net: Net
     step: Callable
     batch: list[tuple[torch.Tensor]]
+    members: int = 1
+    places: dict[str, int] = attrs.Factory(dict)
+
+    @property
+    def options(self) -> dict:
+        """What pfeife.compile is told of members."""
+        return {"members": self.members, "parallel": self.places} if self.places else {}
 
     @property
     def state(self) -> dict[str, torch.Tensor]:
         return dict(pfeife.state_of(self.program, self.net))
 
     def actions(self, rank: int) -> tuple:
-        return self.schedule.ranks[rank % len(self.schedule.ranks)]
+        return self.schedule.ranks[self._place(rank)]
+
+    def _place(self, rank: int) -> int:
+        """The rank of a pipeline that a rank of the world is, or is a member of."""
+        return rank // self.members % len(self.schedule.ranks)
 
     def nearby(self, stage: int) -> list[int]:
         """The stages where a wrong value of a stage may be noticed: those beside it on its rank
@@ -143,13 +159,30 @@ class Case:
     def operations(self, action: Action) -> int:
         """How many operations of an action can fail: none of those that only send or receive, nor
         of the gradients of weights."""
+        nodes = self._nodes(action)
+        return sum(node.op == "call_function" and "pass_on" in str(node.target) for node in nodes)
+
+    def collectives(self, rank: int) -> int:
+        """How many collectives a member is in within a step: in each parameter that is cut, its
+        keeper tells the parts before all actions and is told those of the gradient after them."""
+        program = self.program
+        kept = [
+            port
+            for port in program.ports(Role.GRADIENT)
+            if port.keeper is not None and owner(program, port) == self._place(rank)
+        ]
+        nodes = [node for action in self.actions(rank) for node in self._nodes(action)]
+        told = MEANING.keys() - {member, part}
+        return 2 * len(kept) + sum(node.target in told for node in nodes)
+
+    def _nodes(self, action: Action) -> list[fx.Node]:
+        """Those of the bodies that an action runs."""
         bodies = [
             self.program.body(call)
             for call in self.program.calls
             if call.unit == action.stage and action.runs(call.kind)
         ]
-        nodes = [node for body in bodies for node in body.graph.nodes]
-        return sum(node.op == "call_function" and "pass_on" in str(node.target) for node in nodes)
+        return [node for body in bodies for node in body.graph.nodes]
 
 
 def case(
@@ -159,9 +192,11 @@ def case(
     *,
     tied: bool = False,
     replicas: int = 1,
+    members: int = 1,
     rows: int = ROWS,
 ) -> Case:
-    """A chain of blocks under a family of schedules."""
+    """A chain of blocks under a family of schedules; members have the columns of one weight and the
+    rows of the next one."""
     looped = name in ("interleaved", "zb-v")
     stages = 2 * ranks if looped else ranks
     torch.manual_seed(0)
@@ -171,7 +206,13 @@ def case(
     def step(x: torch.Tensor) -> torch.Tensor:
         return net(x).square().mean()
 
-    clusters = pfeife.fuse()(pfeife.capture(step, *batch[0]))
+    places: dict[str, int] = {}
+    for at in range(0, 2 * stages if members > 1 else 0, 2):
+        places |= {f"*blocks.{at}.linear.*": 0, f"*blocks.{at + 1}.linear.weight": 1}
+    captured = pfeife.capture(step, *batch[0])
+    if places:
+        captured = pfeife.shard(places, members, keepers={})(captured)
+    clusters = pfeife.fuse()(captured)
     if name.startswith("zb"):
         clusters = pfeife.split_backward()(clusters)
     core = pfeife.cost.machine("cpu-core")
@@ -190,5 +231,6 @@ def case(
     schedule = sched.verify_schedule(sched.lower(plan.schedule, program))
     words = [name, *(["tied"] if tied else []), *([f"{replicas} replicas"] if replicas > 1 else [])]
     words += ["large"] if rows >= MANY else []
-    size = ranks * replicas
-    return Case(" ".join(words), size, program, schedule, net, step, batch)
+    words += [f"{members} members"] if members > 1 else []
+    size = ranks * replicas * members
+    return Case(" ".join(words), size, program, schedule, net, step, batch, members, places)
