@@ -282,7 +282,7 @@ class Peers(Busy, AllRanks):
             self.failure = self.monitor.announce(failure)
         # A copy of the list: another thread may be making a connection.
         for connection in list(self.connections.values()):
-            connection.cut()
+            connection.cut(keep=True)
         return self.failure
 
     def _hear(self, failure: Failure) -> None:

@@ -19,6 +19,7 @@ log = logging.getLogger("pfeife")
 FOREVER = timedelta(days=1)  # of a wait that a thread ends, by cutting the connection
 _CUT = 2**30  # the tag of the receives that nobody ever answers
 _PAUSE = 5e-5  # seconds between two questions whether the GPU has done something
+_ENDS = 1.0  # seconds in which a group of Gloo's ends, if it does
 
 
 class Connection:
@@ -29,7 +30,8 @@ class Connection:
     has gone fails by itself, and fails nothing else. Gloo's groups are made without
     torch.distributed's list of groups: that names them by their number, which ranks that failed at
     other moments do not agree on, and holds their sockets for ever. `gloo` is the device that
-    looks after the connections.
+    looks after the connections. What it sends to a rank that has gone may never be over, and then
+    the end of its group never is: so a thread keeps a group after a failure, and is the last to.
 
     Without one the group is NCCL's, made without that list for the same reason. It is cut by its
     abort, which may take as long as the group's timeout, or never return, or raise: so a thread
@@ -60,6 +62,8 @@ class Connection:
             self.group.set_timeout(FOREVER)  # how long to wait is decided where it is waited
         self.lock = threading.Lock()
         self.ending = False  # whether NCCL has been told
+        self.closed = threading.Event()
+        self.keeping: threading.Thread | None = None
         self.never: list[dist.Work] = []
         if self.mine and not self.nccl:
             peers = [self.index(rank) for rank in self.ranks if rank != dist.get_rank()]
@@ -69,9 +73,12 @@ class Connection:
         """A rank of the world as the group counts."""
         return self.ranks.index(rank)
 
-    def cut(self) -> None:
-        """Fails all that waits for a message, or will."""
+    def cut(self, *, keep: bool = False) -> None:
+        """Fails all that waits for a message, or will; with `keep` after a failure."""
         with self.lock:
+            if keep and self.never:
+                with contextlib.suppress(RuntimeError):  # no new thread as the process ends
+                    self.keeping = started("keeps", _kept, self.group, self.closed)
             while self.never:
                 with contextlib.suppress(RuntimeError):
                     self.never.pop().wait(timedelta(milliseconds=1))
@@ -84,6 +91,9 @@ class Connection:
             ending = self._end("shutdown")
             self.never.clear()
             self.group = None
+        self.closed.set()
+        if self.keeping is not None:
+            self.keeping.join(_ENDS)
         return ending
 
     def _end(self, how: str) -> threading.Thread | None:
@@ -94,6 +104,11 @@ class Connection:
         # Once: neither an abort nor a shutdown need ever return.
         self.ending = True
         return started(how, _called, self.group, how, self.device)
+
+
+def _kept(group: Any, closed: threading.Event) -> None:
+    """Lets go of a group after all others have, or never if the process ends before."""
+    closed.wait()
 
 
 def _called(group: Any, how: str, device: torch.device) -> None:
