@@ -293,7 +293,8 @@ def among_members(case: Case) -> list[Plan]:
 def at_once(case: Case) -> list[Trial]:
     """Two ranks that fail at the same time, and failures one after another."""
     both = [Trial("exception", 0, at, second=1) for at in range(0, len(case.actions(0)), 2)]
-    chain = [Trial("exception", at % 2, at, chained=at < 5) for at in range(6)]
+    actions = len(case.actions(0))
+    chain = [Trial("exception", at % 2, at % actions, chained=at < 5) for at in range(6)]
     return both + chain
 
 
