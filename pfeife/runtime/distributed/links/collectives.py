@@ -14,6 +14,7 @@ from torch import fx
 
 from pfeife.ir.copying import Copy, copied
 from pfeife.ir.members import MEANING, member, part
+from pfeife.ir.nodes import value_of
 from pfeife.runtime.distributed.links.connection import Connection
 
 
@@ -45,7 +46,17 @@ class Collectives:
         if node.op != "call_function" or target not in MEANING:
             return None
 
+        expected = value_of(node.all_input_nodes[0])
+        assert expected is not None
+        kind = expected.dtype, expected.shape
+
         def collective(value: torch.Tensor, *rest: Any) -> torch.Tensor:
+            # Gloo would end the process of a member that is sent more than it waits for.
+            if (value.dtype, value.shape) != kind:
+                raise ValueError(
+                    f"{target.__name__}: the program has {kind[0]} {list(kind[1])} here, "
+                    f"this is {value.dtype} {list(value.shape)}"
+                )
             return self._run(target, value, *rest)
 
         collective.__name__ = target.__name__  # fx writes it where the graph's code is shown
