@@ -42,7 +42,7 @@ BUDGET = {
     "runtime": 840,
     "runtime/distributed": 1000,
     "runtime/distributed/batches": 270,
-    "runtime/distributed/links": 500,
+    "runtime/distributed/links": 530,
     "runtime/distributed/liveness": 500,
     "runtime/distributed/served": 1050,
     "runtime/distributed/state": 1140,

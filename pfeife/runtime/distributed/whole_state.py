@@ -31,6 +31,11 @@ def _told(port: Port, value: torch.Tensor, group: Group, device: torch.device) -
     assert connection is not None and port.split is not None and port.keeper is not None
     part = torch.empty(port.shape, dtype=port.given_dtype, device=device)
     is_keeper = connection.place == port.keeper
+    if is_keeper and value.shape != port.given_shape:  # the others would wait for other parts
+        raise ValueError(
+            f"{port.fqn} has the shape {list(value.shape)}, the program was captured for "
+            f"{list(port.given_shape)}"
+        )
     parts = port.split.parts(value) if is_keeper else []
     group.wait(connection.group.scatter(part, parts, port.keeper))
     return part
