@@ -7,8 +7,9 @@ Needs what `coverage.py` needs. Each model's step is captured, `best_placements`
 (every matrix that can be), `shard` the rest, and `evaluate` runs all members in lockstep, beside
 the program that was captured: in float64 where the model has no float32 of its own. Compared are
 the loss, gradients and buffers of two microbatches. A model is right within rounding (1e-7 of the
-value's size, of chains of batch norms over two rows, 1e-4 in float32; what is a thousandth of the largest of its kind is as exact as that);
-what `capture` refuses is not counted.
+value's size, of chains of batch norms over two rows, 1e-4 in float32; what is a thousandth of the
+largest of its kind is as exact as that). What `capture` refuses is not counted, nor a step that
+reaches its model by names which the model itself does not have.
 """
 
 import argparse
@@ -26,7 +27,6 @@ import torch
 from coverage import every, prepare
 from coverage_case import ROUNDING, SMALL, built, cut, drawn, seed, text
 from coverage_models.example import Example
-from torch import nn
 from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
@@ -81,20 +81,8 @@ def _whole(
     microbatches = pytree.tree_map(cast, cut(example, drawn(example, 0))[:2])
     seed(7)
     flat = pfeife.capture(example.step, *microbatches[0])
-    state = pfeife.state_of(flat, example.model, _as_called(flat, example.model))
+    state = pfeife.state_of(flat, example.model)
     return flat, state, microbatches, pfeife.evaluate(flat, state, microbatches, seed=7)
-
-
-def _as_called(program: pfeife.Program, model: nn.Module) -> dict[str, torch.Tensor]:
-    """A model's tensors as a program calls them that has reached it, or a part of it, by another
-    name: where one name is the end of the other."""
-    tensors = dict([*model.named_parameters(), *model.named_buffers()])
-    return {
-        port.fqn: tensor
-        for port in program.ports(pfeife.Role.PARAMETER, pfeife.Role.BUFFER)
-        for name, tensor in tensors.items()
-        if port.fqn.endswith(f".{name}") or name.endswith(f".{port.fqn}")
-    }
 
 
 def _is_tensor(value: Any) -> bool:
