@@ -86,7 +86,7 @@ class Ways:
         results = len(value) if isinstance(value, tuple | list) else 1
         yield Way((None,) * len(reads), (None,) * results, cut=False)
         if is_source(node):
-            yield from (Way((), (place,)) for place in self.places[node])
+            yield from (Way((), (place,)) for place in [*self.places[node]])
         elif node.target is operator.getitem:
             places: list[Where] = [*self.places[node], SUM]
             yield from (Way((place,), (place,)) for place in places)
@@ -100,7 +100,7 @@ class Ways:
     def _dropouts(self, node: fx.Node) -> Iterator[Way]:
         """Each member draws for the whole value, and keeps its part."""
         value = node.args[3] if node.args[0] is torch.ops.aten.native_dropout.default else None
-        for place in self.places[value] if isinstance(value, fx.Node) else ():
+        for place in [*self.places[value]] if isinstance(value, fx.Node) else ():
             operands = tuple(place if read is value else None for read in self.reads[node])
             yield Way(operands, (place, place))
 
@@ -109,12 +109,12 @@ class Ways:
         results = self._results(node)
         tensors = [*zip(self.reads[node], equation.operands, strict=True)]
         tensors += [(results[i], dims) for i, dims in enumerate(equation.results) if i in results]
-        for value, dims in tensors:
-            for place in [*self.places[value]]:
-                for start in _starts(equation, dims, place):
-                    found = equation.at(dims, start)
-                    if found is not None and found[0].can_cut(found[1], self.members):
-                        yield _along(*found)
+        places = [(dims, place) for value, dims in tensors for place in self.places[value]]
+        for dims, place in places:
+            for start in _starts(equation, dims, place):
+                found = equation.at(dims, start)
+                if found is not None and found[0].can_cut(found[1], self.members):
+                    yield _along(*found)
 
 
 def _starts(equation: Equation, dims: Dims, place: Place) -> Iterator[Place]:

@@ -1,10 +1,10 @@
 """Passes: each a factory that binds its options and returns a function of a program.
 
 Read them as a program meets them: `precision`, `defer_batch_norm` and `move_to_device` (if asked
-for; `moved_attention` is a part of the last), `shard` and `merge_collectives`, `fuse`, `annotate`,
-`partition`, `split_backward`, `send_recv`, `dp_wrap`, `place`; `recompute` is a part of
-`partition`, `compose` puts passes together and keeps what each has made, `apply` puts those
-together that a plan decides, `changes` says what one has changed.
+for; `moved_attention` is a part of the last), `shard` (of which `member_graph` writes the graph)
+and `merge_collectives`, `fuse`, `annotate`, `partition`, `split_backward`, `send_recv`, `dp_wrap`,
+`place`; `recompute` is a part of `partition`, `compose` puts passes together and keeps what each
+has made, `apply` puts those together that a plan decides, `changes` says what one has changed.
 """
 
 from pfeife.ir.absorb import absorb

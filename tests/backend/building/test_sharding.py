@@ -26,9 +26,8 @@ def test_a_mesh_gives_the_members():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"members": 2}, "give both, or none"),
-        ({"parallel": PLAN}, "give both, or none"),
-        ({"parallel": ["colwise"]}, "option parallel=.*must be a mapping"),
+        ({"parallel": PLAN}, "say with members= over how many ranks"),
+        ({"parallel": ["colwise"]}, "option parallel=.*must be 'auto', or a mapping"),
         ({"parallel": PLAN, "members": 2, "compiler": "inductor"}, "leave compiler out"),
         ({"parallel": PLAN, "members": 2, "costs": "measure"}, "leave costs out"),
         ({"parallel": PLAN, "members": 2, "cuda_graphs": True}, "leave cuda_graphs out"),
