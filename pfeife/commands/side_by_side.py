@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -78,11 +79,11 @@ def _of_one_size(
     captures: Captures, questions: Sequence[argparse.Namespace], numbers: Sequence[int]
 ) -> Iterator[tuple[int, Figures]]:
     """Those of one program."""
-    own: Planner = lambda options: planned(captures, options)  # noqa: E731
+    own: Planner = partial(planned, captures)
     asked = [questions[number] for number in numbers]
     with _helpers(captures, asked[0], _helpful(captures, asked)) as helpers:
         idle: queue.SimpleQueue[Planner] = queue.SimpleQueue()
-        for planner in (own, *helpers):
+        for planner in [own, *helpers]:
             idle.put(planner)
 
         def answered(number: int) -> tuple[int, Figures]:
@@ -154,7 +155,7 @@ def _asking(process: subprocess.Popen, errors: IO[str]) -> Planner:
             line = ""
         if not line:
             errors.seek(0)
-            raise RuntimeError(f"a process that plans has ended: {errors.read()[-2000:]}")
+            raise ChildProcessError(f"a process that plans has ended: {errors.read()[-2000:]}")
         return Figures(**json.loads(line))
 
     return ask

@@ -7,8 +7,9 @@ A parameter may be cut along each of its dimensions; from there equations say ho
 computed of it may be.
 """
 
+import itertools
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -85,17 +86,23 @@ class Ways:
         reads, value = self.reads[node], node.meta.get("val")
         results = len(value) if isinstance(value, tuple | list) else 1
         yield Way((None,) * len(reads), (None,) * results, cut=False)
+        yield from self._in_parts(node)
+
+    def _in_parts(self, node: fx.Node) -> Iterable[Way]:
+        places: list[Where] = [*self.places[node]]
         if is_source(node):
-            yield from (Way((), (place,)) for place in [*self.places[node]])
-        elif node.target is operator.getitem:
-            places: list[Where] = [*self.places[node], SUM]
-            yield from (Way((place,), (place,)) for place in places)
-        elif node.target is seeded:
-            yield from self._dropouts(node)
-        elif (equation := self._equations[node]) is not None:
-            yield from self._cuts(node, equation)
-            if node.target is torch.ops.aten.add.Tensor and len(reads) == 2:
-                yield Way((SUM, SUM), (SUM,))  # which `merge_collectives` takes once
+            return [Way((), (place,)) for place in places]
+        if node.target is operator.getitem:
+            return [Way((place,), (place,)) for place in (*places, SUM)]
+        if node.target is seeded:
+            return self._dropouts(node)
+        equation = self._equations[node]
+        if equation is None:
+            return ()
+        # Sums that are added to one another: `merge_collectives` takes them once.
+        both = node.target is torch.ops.aten.add.Tensor and len(self.reads[node]) == 2
+        sums = [Way((SUM, SUM), (SUM,))] if both else []
+        return itertools.chain(self._cuts(node, equation), sums)
 
     def _dropouts(self, node: fx.Node) -> Iterator[Way]:
         """Each member draws for the whole value, and keeps its part."""

@@ -100,11 +100,6 @@ class Split:
         piece = blocks.select(self.dim + 1, member)
         return piece.flatten(self.dim, self.dim + 1).contiguous()
 
-    @property
-    def copies(self) -> bool:
-        """Whether a part of a contiguous tensor is none itself, and so a copy."""
-        return self.dim > 0 or self.before > 1
-
     def join(self, parts: Tensors) -> torch.Tensor:
         """The whole tensor of every member's part."""
         pieces = [value.unflatten(self.dim, (self.before, -1)) for value in parts]

@@ -118,8 +118,9 @@ class Port:
     @property
     def given_shape(self) -> tuple[int, ...]:
         """The shape of its value, as the program is given it."""
-        kept = self.split is not None and self.keeper is not None
-        return self.split.whole(self.shape) if self.split and kept else self.shape
+        if self.split is None or self.keeper is None:
+            return self.shape
+        return self.split.whole(self.shape)
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")

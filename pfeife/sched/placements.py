@@ -49,8 +49,8 @@ def best_placements(
     for node in nodes:
         port = ways.parameters[node.name]
         whole, *cut = ways.of[node]
-        if cut and (known or {}).get(port.fqn, len(port.shape) > 1 or None) is not None:
-            is_cut = (known or {}).get(port.fqn, True)
+        is_cut = (known or {}).get(port.fqn, True if len(port.shape) > 1 else None)
+        if cut and is_cut is not None:
             ways.of[node] = cut if is_cut else [whole]
     taken = _Problem(program, ways, machine).solved()
     places = {ways.parameters[node.name].fqn: taken[node].results[0] for node in nodes}

@@ -61,6 +61,6 @@ def test_a_process_that_ends_is_told_of(questions, monkeypatch):
     monkeypatch.setattr(side_by_side, "save", lambda program, path, _: Path(path).write_text(other))
     with (
         side_by_side._helpers(captures, questions[0], 1) as (helper,),
-        pytest.raises(RuntimeError, match="a process that plans has ended"),
+        pytest.raises(ChildProcessError, match="a process that plans has ended"),
     ):
         helper(questions[0])

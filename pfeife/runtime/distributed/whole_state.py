@@ -46,14 +46,15 @@ def whole_gradients(
 ) -> dict[str, torch.Tensor]:
     """A member's gradients: of what one of them keeps, that has the whole, made of all parts
     (collective among the members)."""
-    kept = {p.fqn: p for p in ports if p.split is not None and p.keeper is not None}
+    kept = {p.fqn: (p.split, p.keeper) for p in ports if p.split and p.keeper is not None}
     whole = {}
     for name, gradient in gradients.items():
         if name not in kept:
             whole[name] = gradient
-        elif parts := _gathered(gradient, kept[name].keeper or 0, group):
-            split = kept[name].split
-            assert split is not None
+            continue
+        split, keeper = kept[name]
+        parts = _gathered(gradient, keeper, group)
+        if parts:
             whole[name] = split.join(parts)
     return whole
 
