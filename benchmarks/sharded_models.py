@@ -32,9 +32,9 @@ from tqdm import tqdm
 
 import pfeife
 from pfeife.cost import machine
+from pfeife.cost.estimate import member_prices
 from pfeife.ir.evaluate import Result, State
 from pfeife.ir.members import MEANING
-from pfeife.sched.placements import best_placements
 
 
 def examined(family: str, name: str, out: Path, members: int) -> None:
@@ -48,11 +48,11 @@ def examined(family: str, name: str, out: Path, members: int) -> None:
         except Exception:
             flat, state, microbatches, expected = _whole(build, torch.float32)
         row |= {"phase": "shard", "verdict": "refused"}
-        places = best_placements(flat, members, machine("cpu-core"))
-        passes = pfeife.shard(places, members, unknown="gather"), pfeife.merge_collectives()
-        local = pfeife.compose(*passes)(flat)
-        row |= {"phase": "run", "verdict": "failed", "cut": len(places)}
-        row["parameters"] = len(flat.ports(pfeife.Role.PARAMETER))
+        prices = member_prices(machine("cpu-core"))
+        local = pfeife.shard("auto", members, unknown="gather", prices=prices)(flat)
+        parameters = local.ports(pfeife.Role.PARAMETER)
+        row |= {"phase": "run", "verdict": "failed", "parameters": len(parameters)}
+        row["cut"] = sum(port.split is not None for port in parameters)
         nodes = local.module.graph.nodes
         row["told"] = Counter(n.target.__name__ for n in nodes if n.target in MEANING)
         computed = pfeife.evaluate(local, state, microbatches, seed=7)

@@ -11,7 +11,7 @@ from torch import fx
 
 import pfeife
 from pfeife.ir.rewrite import Operation
-from pfeife.passes import join_backward, merge_collectives, shard
+from pfeife.passes import join_backward, shard
 from pfeife.testing import plans, tied_across
 
 # A pass, and the gradients that it may change by rounding (None: everything).
@@ -110,11 +110,6 @@ def over_members(program: pfeife.Program, microbatches: int) -> st.SearchStrateg
     return st.tuples(st.sampled_from([2, 3]), dims).map(sharded)
 
 
-def merged(program: pfeife.Program, _: int) -> st.SearchStrategy[Drawn]:
-    """Sums over members are added in another order."""
-    return st.just((merge_collectives(), None if program.members > 1 else ()))
-
-
 PLAIN = Row("plain nodes", with_plain_nodes, sometimes=True)
 MOVED = Row("move_to_device", there_and_back, sometimes=True)
 SPLIT = Row("split_backward", lambda program, _: exactly(pfeife.split_backward()), sometimes=True)
@@ -122,7 +117,6 @@ SPLIT = Row("split_backward", lambda program, _: exactly(pfeife.split_backward()
 ROWS = (
     MOVED,
     Row("shard", over_members, sometimes=True),
-    Row("merge_collectives", merged),
     Row("fuse", lambda program, _: exactly(pfeife.fuse())),
     SPLIT,  # of clusters
     Row("join_backward", lambda program, _: exactly(join_backward()), sometimes=True),

@@ -11,12 +11,13 @@ from torch.utils import _pytree as pytree
 from pfeife.data.machine import Machine
 from pfeife.data.plan import Costs
 from pfeife.ir.flops import computed_dtype, node_flops, operation_of
-from pfeife.ir.members import MEANING, member, part
+from pfeife.ir.members import MEANING, messages
 from pfeife.ir.messages import call_of
 from pfeife.ir.nodes import returned
 from pfeife.ir.outline import is_view
 from pfeife.ir.parts import Call, Role
 from pfeife.ir.program import Program
+from pfeife.passes.member_ways import Prices
 
 
 def estimate(program: Program, machine: Machine | Sequence[Machine]) -> Costs:
@@ -68,15 +69,23 @@ def node_seconds(node: fx.Node, machine: Machine) -> float:
     return machine.launch_seconds + max(_rooflines(node, machine))
 
 
+def member_prices(machine: Machine) -> Prices:
+    """What members of a group pay on a machine, by these estimates: for `shard`."""
+    return Prices(
+        compute=lambda node: node_seconds(node, machine),
+        send=machine.transfer_seconds,
+        copy=lambda size: machine.launch_seconds + 2 * size / machine.memory_bandwidth,
+    )
+
+
 def _collective_seconds(node: fx.Node, machine: Machine) -> float:
     """What a member takes to tell the others its tensor and hear theirs, and to work on them."""
     target: Any = node.target
-    moved = machine.launch_seconds + sum(_rooflines(node, machine))
-    if target in (member, part):  # nothing is sent for these
-        return moved
-    others = signature(target).bind(*node.args, **node.kwargs).arguments["members"] - 1
+    members = signature(target).bind(*node.args, **node.kwargs).arguments["members"]
     (value,) = node.all_input_nodes
-    return moved + others * machine.transfer_seconds(_bytes(value.meta.get("val")))
+    sent = messages(target, _bytes(value.meta.get("val")), members)
+    moved = machine.launch_seconds + sum(_rooflines(node, machine))
+    return moved + (members - 1) * sum(map(machine.transfer_seconds, sent))
 
 
 def compute_bound(node: fx.Node, machine: Machine) -> bool:

@@ -40,9 +40,8 @@ class Equation:
     result, the factors over which it is a sum: cut there, every member has a part of it (of a mean,
     if it `averages`). A result without a factor that it is no sum over does not depend on where
     that is cut. `shape` names the argument that says the shape of the result, `counts` those that
-    count the elements of a factor. A sum to which something is added once is `apart` what computes
-    the sum alone of the other operands; the first one is added. Some that is `whole` has one of the
-    `recipes` by which members do it together.
+    count the elements of a factor. An operand with the number `once` is added to a sum. Some that
+    is `whole` has one of the `recipes` by which members do it together.
     """
 
     sizes: Mapping[Label, int]
@@ -53,7 +52,7 @@ class Equation:
     averages: bool = False
     shape: str | None = None
     counts: Mapping[str, Label] = attrs.field(factory=dict)
-    apart: Callable[..., Any] | None = None
+    once: int | None = None
     recipes: Mapping[Label, Recipe] = attrs.field(factory=dict)
 
     def can_cut(self, label: Label, members: int) -> bool:

@@ -2,9 +2,10 @@
 embedding, and of a cross entropy, whose logits nobody gathers (Shoeybi et al. 2019, section 3).
 
 A recipe makes nodes for one member by `make(target, *args)`, of the arguments of the operation as
-this one has them. Each of its sums and maxima is over all members.
+this one has them. Of a result that is a sum, by the operation's equation, it gives a member's part.
 """
 
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -76,7 +77,7 @@ def looked_up(make: Make, part: Part) -> fx.Node:
     inside, index = _own(make, part.arguments["indices"], part)
     rows = make(aten.embedding.default, part.arguments["weight"], index)
     outside = make(aten.logical_not.default, make(aten.unsqueeze.default, inside, -1))
-    return make(all_reduce, make(aten.masked_fill.Scalar, rows, outside, 0.0), part.members)
+    return make(aten.masked_fill.Scalar, rows, outside, 0.0)
 
 
 def _own(make: Make, indices: fx.Node, part: Part) -> tuple[fx.Node, fx.Node]:
@@ -101,11 +102,22 @@ def negative_likelihood(make: Make, part: Part) -> tuple[fx.Node, fx.Node]:
     own = make(aten.neg.default, make(aten.masked_fill.Scalar, scores, outside, 0.0))
     count = make(aten.sum.dim_IntList, make(aten._to_copy.default, counted, dtype=part.dtype), [])
     if part.arguments["reduction"] == 0:
-        return make(all_reduce, own, part.members), make(aten.zeros_like.default, count)
-    total = make(all_reduce, make(aten.sum.dim_IntList, own, []), part.members)
+        return own, make(aten.zeros_like.default, count)
+    total = make(aten.sum.dim_IntList, own, [])
     if part.arguments["reduction"] == 1:
         total = make(aten.div.Tensor, total, count)
     return total, count
+
+
+def negative_likelihood_of_rows(make: Make, part: Part) -> tuple[fx.Node, fx.Node]:
+    """nll_loss of a member's rows, of which those that count are counted on all members."""
+    scores, target = part.arguments["self"], part.arguments["target"]
+    ignored, summed = part.arguments["ignore_index"], 2
+    own = make(aten.nll_loss_forward.default, scores, target, None, summed, ignored)
+    total, count = (make(operator.getitem, own, index) for index in range(2))
+    count = make(all_reduce, count, part.members)
+    mean = part.arguments["reduction"] == 1
+    return make(aten.div.Tensor, total, count) if mean else total, count
 
 
 def negative_likelihood_backward(make: Make, part: Part) -> fx.Node:

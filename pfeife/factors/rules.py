@@ -77,17 +77,21 @@ def normalised_exponentials(recipe: Recipe) -> Rule:
 
 
 def likelihood(operation: Operation) -> Equation:
-    """nll_loss of rows of classes, and its backward: all rows are needed for a mean."""
+    """nll_loss of rows of classes, and its backward: rows are counted, for a mean."""
     if operation.arguments["weight"] is not None or len(operation.shape_of("self")) != 2:
         raise NoRule
     if operation.name.endswith("backward"):
         names: list[list[Label]] = [["row", "class"], ["row"], []]
         gradient = [["row"][: len(operation.shape_of("grad_output"))]]
-        rule = equation(operation, [*gradient, *names], [["row", "class"]], whole=["row", "class"])
+        rule = equation(operation, [*gradient, *names], [["row", "class"]], whole=["class"])
         return attrs.evolve(rule, recipes={"class": recipes.negative_likelihood_backward})
     results = [["row"][: len(operation.results[0])], []]
     rule = equation(operation, [["row", "class"], ["row"]], results, whole=["row", "class"])
-    return attrs.evolve(rule, recipes={"class": recipes.negative_likelihood})
+    added = frozenset({"class"} if results[0] else {"row", "class"})
+    known: dict[Label, Recipe] = {"class": recipes.negative_likelihood}
+    if not results[0]:
+        known["row"] = recipes.negative_likelihood_of_rows
+    return attrs.evolve(rule, sums=(added, frozenset[Label]()), recipes=known)
 
 
 def placed(axes: Axes, *, sums: bool = False, averages: bool = False) -> Rule:
@@ -211,7 +215,7 @@ def biased_product(operation: Operation) -> Equation:
     bias = letters[2][len(letters[2]) - len(operation.shapes[0]) :]
     plain = operation.arguments["alpha"] == operation.arguments["beta"] == 1
     rule = equation(operation, [bias, *letters[:2]], letters[2:], whole="" if plain else "k")
-    return attrs.evolve(rule, apart=aten.bmm.default if batched else aten.mm.default)
+    return attrs.evolve(rule, once=0)
 
 
 def looked_up(operation: Operation) -> Equation:
@@ -221,7 +225,7 @@ def looked_up(operation: Operation) -> Equation:
     if len(table) != 2:
         raise NoRule
     rule = equation(operation, [["row", "h"], places], [[*places, "h"]], whole=["row"])
-    return attrs.evolve(rule, recipes={"row": recipes.looked_up})
+    return attrs.evolve(rule, sums=(frozenset({"row"}),), recipes={"row": recipes.looked_up})
 
 
 def looked_up_backward(operation: Operation) -> Equation:

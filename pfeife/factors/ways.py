@@ -3,13 +3,13 @@
     w [8, 4] ----> mm ----> relu ----> ...
     0, 1, -       0, 1, -    0, 1, -       the places of a value: a dimension that is cut, or whole
 
-A parameter may be cut along each of its dimensions; from there equations say how everything that is
-computed of it may be.
+Parameters may be cut where they are told to be, and the batch along each of its dimensions; from
+there equations say how everything that is computed of them may be.
 """
 
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -18,63 +18,112 @@ from torch import fx
 
 from pfeife.factors.equation import Dims, Equation, Label, NoRule, Place
 from pfeife.factors.rules import equation_of
-from pfeife.ir.nodes import is_source
-from pfeife.ir.parts import Role
+from pfeife.ir.members import addend, all_gather, all_reduce, all_to_all, part, reduce_scatter
+from pfeife.ir.nodes import is_source, operation_name
+from pfeife.ir.parts import Port, Role
 from pfeife.ir.program import Program
 from pfeife.ir.seeding import seeded
 
+aten = torch.ops.aten
 SUM = "sum"  # where a value is of which each member has a part of the sum
 Where = Place | str | None
 _MOST = 8  # places of one value
+# Of a sum of parts they give the sum of what they give of each.
+_LINEAR = (
+    *("view", "_unsafe_view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze"),
+    *("expand", "clone", "alias", "detach", "neg"),
+)
 
 
 @attrs.frozen
 class Way:
     """How a node is computed: where its operands and results are, and whether each member computes
-    its part alone. That of a parameter is where it is."""
+    its part alone, along a factor of an equation if that is told. That of a parameter is where it
+    is."""
 
     operands: tuple[Where, ...]
     results: tuple[Where, ...]
     cut: bool = True
+    equation: Equation | None = attrs.field(default=None, eq=False, repr=False)
+    label: Label | None = attrs.field(default=None, eq=False)
+
+
+def move_of(here: Where, there: Where) -> Callable[..., torch.Tensor]:
+    """What brings a value from where it is to where it is wanted."""
+    if here is None:
+        return addend if there == SUM else part
+    if here == SUM:
+        return all_reduce if there is None else reduce_scatter
+    return all_gather if there is None else all_to_all
 
 
 class Ways:
-    """The ways of all nodes of a flat program, by the node, that as a whole first."""
+    """The ways of all nodes of a flat program, by the node, that as a whole first.
 
-    def __init__(self, program: Program, members: int):
-        self.members = members
+    `parameters` says, by the names of their ports, where each may be; what is not there is whole.
+    Those that are `free` may be cut wherever it is of use for what is computed of them.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        members: int,
+        parameters: Mapping[str, Sequence[Place | None]],
+        free: Container[str] = (),
+    ):
+        self.members, self.parameters, self.free = members, parameters, free
         self.nodes = [node for node in program.module.graph.nodes if node.op != "output"]
         self.reads = {node: _reads(node) for node in self.nodes}
-        self.parameters = {port.name: port for port in program.ports(Role.PARAMETER)}
         self.places: dict[fx.Node, dict[Place, None]] = {node: {} for node in self.nodes}
         self._equations = {node: _equation(node) for node in self.nodes if not is_source(node)}
         self._items: dict[Any, dict[Any, fx.Node]] = {}
+        batch = {port.name: port for port in program.ports(Role.BATCH)}
         for node in self.nodes:
             if node.target is operator.getitem:
                 self._items.setdefault(node.args[0], {})[node.args[1]] = node
-            if node.name in self.parameters:
-                sizes = enumerate(self.parameters[node.name].shape)
-                dims = [dim for dim, size in sizes if size and size % members == 0]
-                self.places[node] = dict.fromkeys(map(Place, dims))
-        # From parameters on and back, until nothing is new: a product that is taken apart into
-        # heads says so of the weight before it.
-        changed = True
-        while changed:
-            changed = any([self._spread(node) for node in (*self.nodes, *reversed(self.nodes))])
+            elif node.name in parameters:
+                self.places[node] = dict.fromkeys(p for p in parameters[node.name] if p)
+            elif node.name in batch:
+                self.places[node] = dict.fromkeys(dividing(batch[node.name], members))
+        # From these on and back, until nothing is new: a product that is taken apart into heads
+        # says so of the weight before it.
+        todo = dict.fromkeys((*self.nodes, *reversed(self.nodes)))
+        while todo:
+            node = next(iter(todo))
+            del todo[node]
+            for value in self._spread(node):
+                todo |= dict.fromkeys(self._around(value))
         self.of = {node: list(dict.fromkeys(self._ways(node))) for node in self.nodes}
+        for node in self.nodes:
+            if node.name in parameters and None not in parameters[node.name]:
+                del self.of[node][0]
 
-    def _spread(self, node: fx.Node) -> bool:
-        """Gives the values around a node the places that its ways have for them."""
-        changed, results = False, self._results(node)
+    def has_no_rule(self, node: fx.Node) -> bool:
+        """Whether nothing is known of how a node may be computed on parts."""
+        if is_source(node) or node.target is operator.getitem:
+            return False
+        dropout = node.target is seeded and node.args[0] is aten.native_dropout.default
+        return self._equations[node] is None and not dropout
+
+    def _around(self, value: fx.Node) -> Iterator[fx.Node]:
+        """The nodes that have a value as operand or result."""
+        yield value.args[0] if value.target is operator.getitem else value  # type: ignore[misc]
+        yield from (user for user in value.users if user in self.places)
+
+    def _spread(self, node: fx.Node) -> list[fx.Node]:
+        """Gives the values around a node the places that its ways have for them; gives those that
+        had not had them."""
+        changed, results = [], self._results(node)
         for way in self._ways(node):
             pairs = [*zip(self.reads[node], way.operands, strict=True)]
             pairs += [(results[at], p) for at, p in enumerate(way.results) if at in results]
             for value, place in pairs:
                 known = self.places[value]
-                fixed = is_source(value) and value.name not in self.parameters
-                if isinstance(place, Place) and not fixed and place not in known:
-                    changed |= len(known) < _MOST
-                    known.update({place: None} if len(known) < _MOST else {})
+                if not isinstance(place, Place) or place in known or len(known) == _MOST:
+                    continue
+                if not is_source(value) or value.name in self.free:
+                    known[place] = None
+                    changed.append(value)
         return changed
 
     def _results(self, node: fx.Node) -> Mapping[Any, fx.Node]:
@@ -91,7 +140,8 @@ class Ways:
     def _in_parts(self, node: fx.Node) -> Iterable[Way]:
         places: list[Where] = [*self.places[node]]
         if is_source(node):
-            return [Way((), (place,)) for place in places]
+            # The batch is the same on all members: each may take its part of it.
+            return [Way((), (place,)) for place in places if node.name in self.parameters]
         if node.target is operator.getitem:
             return [Way((place,), (place,)) for place in (*places, SUM)]
         if node.target is seeded:
@@ -99,14 +149,19 @@ class Ways:
         equation = self._equations[node]
         if equation is None:
             return ()
-        # Sums that are added to one another: `merge_collectives` takes them once.
-        both = node.target is torch.ops.aten.add.Tensor and len(self.reads[node]) == 2
-        sums = [Way((SUM, SUM), (SUM,))] if both else []
-        return itertools.chain(self._cuts(node, equation), sums)
+        return itertools.chain(self._cuts(node, equation), self._of_sums(node))
+
+    def _of_sums(self, node: fx.Node) -> Iterator[Way]:
+        """Of parts of sums, which are added up later and together."""
+        reads = len(self.reads[node])
+        both = node.target is aten.add.Tensor and reads == 2 and not node.kwargs
+        if both or (operation_name(node) in _LINEAR and reads == 1):
+            yield Way((SUM,) * reads, (SUM,))
 
     def _dropouts(self, node: fx.Node) -> Iterator[Way]:
         """Each member draws for the whole value, and keeps its part."""
-        value = node.args[3] if node.args[0] is torch.ops.aten.native_dropout.default else None
+        drops = node.args[0] is aten.native_dropout.default and node.args[4] != 1
+        value = node.args[3] if drops else None
         for place in [*self.places[value]] if isinstance(value, fx.Node) else ():
             operands = tuple(place if read is value else None for read in self.reads[node])
             yield Way(operands, (place, place))
@@ -136,14 +191,19 @@ def _starts(equation: Equation, dims: Dims, place: Place) -> Iterator[Place]:
 def _along(equation: Equation, label: Label) -> Way:
     """The way in which a factor is cut."""
     sums = equation.sums or (frozenset(),) * len(equation.results)
-    operands = tuple(equation.place(dims, label) for dims in equation.operands)
-    results = tuple(
-        SUM if label in summed or (label in equation.recipes and place is None) else place
-        for summed, place in zip(
-            sums, (equation.place(dims, label) for dims in equation.results), strict=True
-        )
-    )
-    return Way(operands, results)
+    operands: list[Where] = [equation.place(dims, label) for dims in equation.operands]
+    results: list[Where] = [equation.place(dims, label) for dims in equation.results]
+    results = [
+        SUM if label in summed else place for summed, place in zip(sums, results, strict=True)
+    ]
+    if equation.once is not None and SUM in results:
+        operands[equation.once] = SUM
+    return Way((*operands,), (*results,), equation=equation, label=label)
+
+
+def dividing(port: Port, members: int) -> list[Place]:
+    """The dimensions of a port's value that members divide."""
+    return [Place(dim) for dim, size in enumerate(port.shape) if size and size % members == 0]
 
 
 def _equation(node: fx.Node) -> Equation | None:

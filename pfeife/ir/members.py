@@ -7,6 +7,7 @@ has a part (P). Collectives make one of another:
     all_reduce      P    -> R       x0 + x1 + ..., added in the order of the members, or the largest
     all_gather      S(d) -> R       cat([x0, x1, ...], d)
     part            R    -> S(d)    member i keeps the i-th of t equal parts; nothing is sent
+    addend          R    -> P       the first member keeps it, the others have zeros
     reduce_scatter  P    -> S(d)    member i gets its part of the sum
     all_to_all      S(d) -> S(e)    member i gets the i-th part in e of every member's
 
@@ -57,6 +58,11 @@ def part(value: torch.Tensor, dim: int, before: int, members: int) -> torch.Tens
     """R -> S(dim). A member's own part along a dimension that `members` divides."""
     split = Split(dim, members, before)
     return _shaped("part", value, lambda: split.parts(value)[0])
+
+
+def addend(value: torch.Tensor, members: int) -> torch.Tensor:
+    """R -> P. What is added to a sum once: a tensor on the first member, zeros on the others."""
+    return _shaped("addend", value, value.clone)
 
 
 def reduce_scatter(value: torch.Tensor, dim: int, before: int, members: int) -> torch.Tensor:
@@ -114,15 +120,9 @@ class Split:
         return tuple(n // self.members if d == self.dim else n for d, n in enumerate(shape))
 
 
-def _sum(values: Tensors) -> torch.Tensor:
-    return functools.reduce(torch.add, values)
-
-
-def _largest(values: Tensors) -> torch.Tensor:
-    return functools.reduce(torch.maximum, values)
-
-
-_REDUCE = {"sum": _sum, "max": _largest}
+def reduced(values: Tensors, by: str = "sum") -> torch.Tensor:
+    """All members' tensors as one, in their order."""
+    return functools.reduce(torch.add if by == "sum" else torch.maximum, values)
 
 
 def _moved(
@@ -136,14 +136,35 @@ MEANING: Mapping[Callable[..., Any], Callable[..., list[torch.Tensor]]] = {
     member: lambda values, t: [
         torch.tensor(i, device=value.device) for i, value in enumerate(values)
     ],
-    all_reduce: lambda values, t, by="sum": [_REDUCE[by](values)] * t,
+    all_reduce: lambda values, t, by="sum": [reduced(values, by)] * t,
     all_gather: lambda values, dim, before, t: [Split(dim, t, before).join(values)] * t,
     part: lambda values, dim, before, t: [
         Split(dim, t, before).parts(value)[member] for member, value in enumerate(values)
     ],
-    reduce_scatter: lambda values, dim, before, t: Split(dim, t, before).parts(_sum(values)),
+    addend: lambda values, t: [
+        torch.zeros_like(value) if member else value for member, value in enumerate(values)
+    ],
+    reduce_scatter: lambda values, dim, before, t: Split(dim, t, before).parts(reduced(values)),
     all_to_all: _moved,
 }
+
+
+# What a member does alone, as it knows which one it is.
+ALONE = frozenset({member, part, addend})
+_SMALL = 1 << 16  # bytes, of which a sum takes as long to send in one message as in parts
+
+
+def messages(collective: Callable[..., Any], size: int, members: int) -> list[int]:
+    """The bytes of the messages that a member sends to each other one, one after another, where it
+    has a tensor of so many. A large sum of more than two is added up in parts, one by each member,
+    which then tell one another these (Thakur et al., IJHPCA 2005)."""
+    if collective in ALONE:
+        return []
+    if collective in (reduce_scatter, all_to_all):
+        return [size // members]
+    if collective is all_reduce and members > 2 and size > _SMALL:
+        return [-(-size // members)] * 2
+    return [size]
 
 
 @attrs.frozen(eq=False)

@@ -1,10 +1,11 @@
 """Passes: each a factory that binds its options and returns a function of a program.
 
 Read them as a program meets them: `precision`, `defer_batch_norm` and `move_to_device` (if asked
-for; `moved_attention` is a part of the last), `shard` (of which `member_graph` writes the graph)
-and `merge_collectives`, `fuse`, `annotate`, `partition`, `split_backward`, `send_recv`, `dp_wrap`,
-`place`; `recompute` is a part of `partition`, `compose` puts passes together and keeps what each
-has made, `apply` puts those together that a plan decides, `changes` says what one has changed.
+for; `moved_attention` is a part of the last), `shard` (for which `member_ways` decides how each
+node is computed, and `member_graph` writes the graph), `fuse`, `annotate`, `partition`,
+`split_backward`, `send_recv`, `dp_wrap`, `place`; `recompute` is a part of `partition`, `compose`
+puts passes together and keeps what each has made, `apply` puts those together that a plan decides,
+`changes` says what one has changed.
 """
 
 from pfeife.ir.absorb import absorb
@@ -15,7 +16,6 @@ from pfeife.passes.compose import History, Pass, compose, record
 from pfeife.passes.defer_batch_norm import defer_batch_norm
 from pfeife.passes.dp_wrap import dp_wrap
 from pfeife.passes.fuse import fuse
-from pfeife.passes.merge_collectives import merge_collectives
 from pfeife.passes.move_to_device import move_to_device
 from pfeife.passes.partition import partition
 from pfeife.passes.place import place
@@ -40,7 +40,6 @@ __all__ = [
     "insert_send_recv",
     "join_backward",
     "master_weights",
-    "merge_collectives",
     "move_to_device",
     "partition",
     "passes_of",

@@ -1,20 +1,19 @@
 """The graph of one member of a group, of a flat one of whole values."""
 
-import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
 from torch import fx
 
-from pfeife.factors.equation import Equation, Label, NoRule, Place
+from pfeife.factors.equation import Equation, Label, Place
 from pfeife.factors.recipes import Part
-from pfeife.factors.rules import equation_of
+from pfeife.factors.ways import SUM, Way, Where, move_of
 from pfeife.ir.copying import Copy
 from pfeife.ir.infer_values import settle
-from pfeife.ir.members import Split, all_gather, all_reduce, all_to_all, part
+from pfeife.ir.members import Split, part
 from pfeife.ir.nodes import bound, is_source, operation_name, returned, source_line, value_of
 from pfeife.ir.parts import Port, Role
 from pfeife.ir.program import Program
@@ -25,42 +24,30 @@ _TOLD = ("val", "sizes", "tensor_meta")  # of a whole value: a member's own is t
 # They read memory as it lies there; products lay out their results in one way alone.
 _BY_LAYOUT = ("as_strided", "as_strided_copy", "as_strided_scatter")
 _IN_ORDER = ("mm", "addmm", "bmm", "baddbmm")
-_REDUCED_TWICE = 2  # an all_reduce sends twice the bytes that an all_gather of as many does
-
-
-@attrs.frozen
-class _Choice:
-    """Along which factor of which equation a node is computed (None: as a whole), where its
-    operands are for that, and how many bytes are sent."""
-
-    operands: tuple[Place | None, ...]
-    bytes: float
-    equation: Equation | None = None
-    label: Label | None = None
 
 
 class Member:
-    """The graph of one member, node by node: each operation along the factor for which the fewest
-    bytes are sent.
+    """The graph of one member, node by node, each computed in its way.
 
         whole graph     w[8, 4] -> t[4, 8] ----> mm[2, 8] -> relu -> mm[2, 4] -> add
-        places          0          1             1           1       None
+        places          0          1             1           1       SUM
         copies          w[4, 4]    t[4, 4]       mm[2, 4]    relu    mm, all_reduce
 
-    `places` has where each node of the whole graph is cut here (None: all members have the same),
-    a tuple of these for several results; `copies` has what stands for it, by that place, so that
-    what a value is made into is made once. Of several results `sums` are those of which a member
-    has a part, and `nodes` those that are nodes by themselves. Values that were put together of
-    parts may be `laid_out` otherwise than on one device, and so what is computed of them.
+    `places` has where each node of the whole graph is here (None: all members have the same), a
+    tuple of these for several results; `copies` has what stands for it, by that place, so that what
+    a value is made into is made once. `items` are the results that are nodes by themselves. Values
+    that were put together of parts may be `laid_out` otherwise than on one device, and so what is
+    computed of them.
     """
 
-    def __init__(self, whole: Program, splits: Mapping[str, Split], members: int, gathers: bool):
-        self.whole, self.splits, self.members, self.gathers = whole, splits, members, gathers
+    def __init__(
+        self, whole: Program, splits: Mapping[str, Split], ways: Mapping[fx.Node, Way], members: int
+    ):
+        self.whole, self.splits, self.ways, self.members = whole, splits, ways, members
         self.copy = Copy(whole.module)
         self.places: dict[fx.Node, Any] = {}
         self.copies: dict[tuple[fx.Node, Any], fx.Node] = {}
-        self.sums: dict[fx.Node, set[int]] = {}
-        self.nodes: dict[fx.Node, Sequence[fx.Node]] = {}
+        self.items: dict[fx.Node, Sequence[fx.Node]] = {}
         self.laid_out: set[fx.Node] = set()
 
     def program(self) -> Program:
@@ -119,106 +106,109 @@ class Member:
         source = node.args[0] if node.args else None
         if isinstance(source, fx.Node) and isinstance(self.places.get(source), tuple):
             self._item(node, source)
-        elif node.target is not seeded or not self._dropped_out(node):
-            self._by_choice(node)
+        elif node.target is seeded and self.ways[node].cut:
+            self._drop_out(node)
+        else:
+            self._in_its_way(node)
 
     def _item(self, node: fx.Node, source: fx.Node) -> None:
-        """One of several results, of a member's part: a sum's parts are added."""
+        """One of several results."""
         places, index = self.places[source], node.args[1]
-        if source in self.nodes:
-            copy = self.nodes[source][index]  # type: ignore[index]
+        if source in self.laid_out:
+            self.laid_out.add(node)
+        if source in self.items:
+            copy = self.items[source][index]  # type: ignore[index]
         else:
             copy = self._make(node, operator.getitem, self.copies[source, places], index)
-        if index in self.sums.get(source, ()) or source in self.laid_out:
-            self.laid_out.add(node)
-        if index in self.sums.get(source, ()):
-            copy = self._make(node, all_reduce, copy, self.members)
         self._stands(node, copy, places[index])
 
-    def _by_choice(self, node: fx.Node) -> None:
+    def _in_its_way(self, node: fx.Node) -> None:
         reads: list[fx.Node] = []
         fx.node.map_arg((node.args, node.kwargs), reads.append)
-        choice = self._choice(node, reads)
-        places = iter(choice.operands)
-        args, kwargs = fx.node.map_arg(
-            (node.args, node.kwargs), lambda read: self._at(read, next(places))
-        )
-        if choice.equation is not None:
-            self._cut(node, choice.equation, choice.label, args, kwargs)
-            return
-        self._check_layout(node, reads)
-        whole = self._make(node, node.target, *args, **kwargs)
-        whole.meta = dict(node.meta)
-        value = node.meta.get("val")
-        self._stands(node, whole, (None,) * len(value) if isinstance(value, tuple | list) else None)
-
-    def _check_layout(self, node: fx.Node, reads: Sequence[fx.Node]) -> None:
-        """Of what is computed as a whole. Raises ValueError where it would read other elements."""
-        if self.laid_out.isdisjoint(reads):
-            return
-        self.laid_out.add(node)
+        way = self.ways[node]
         if operation_name(node) in _BY_LAYOUT:
-            raise ValueError(
-                f"shard: {node.target} reads memory as it lies there, and what it reads is put "
-                f"together of parts, in another order ({source_line(node)}); leave the parameters "
-                "whole that it is computed of"
-            )
+            for read in self.laid_out.intersection(reads):
+                self._as_it_lies(read, node)
+        wanted = iter(way.operands)
+        args, kwargs = fx.node.map_arg(
+            (node.args, node.kwargs), lambda read: self._at(read, next(wanted))
+        )
+        if way.equation is not None and way.label is not None:
+            self._cut(node, way.equation, way.label, way.results, args, kwargs)
+            return
+        if not self.laid_out.isdisjoint(reads):
+            self.laid_out.add(node)
+        result = self._make(node, node.target, *args, **kwargs)
+        several = isinstance(node.meta.get("val"), tuple | list)
+        if not way.cut:
+            result.meta = dict(node.meta)
+        self._stands(node, result, way.results if several else way.results[0])
 
-    def _dropped_out(self, node: fx.Node) -> bool:
-        """Whether a node is a dropout of a value that is cut: every member then draws for the whole
-        of it, as one device does, and keeps its part.
+    def _as_it_lies(self, node: fx.Node, reader: fx.Node) -> None:
+        """Lays out a whole value as on one device, for a reader that takes its memory as it lies
+        there. Raises ValueError where it is a part of another one's."""
+        value = value_of(node)
+        assert value is not None
+        order = sorted(range(value.dim()), key=value.stride, reverse=True)
+        own = value.untyped_storage().nbytes() == value.numel() * value.dtype.itemsize
+        if not own or not value.permute(order).is_contiguous():
+            raise ValueError(
+                f"shard: {reader.target} reads memory as it lies there, and what it reads is put "
+                f"together of parts, in another order ({source_line(reader)}); leave the "
+                "parameters whole that it is computed of"
+            )
+        copy = self._make(node, aten.permute.default, self._at(node, None), order)
+        copy = self._make(node, aten.clone.default, copy, memory_format=torch.contiguous_format)
+        back = sorted(range(len(order)), key=order.__getitem__)
+        self.copies[node, None] = self._make(node, aten.permute.default, copy, back)
+        self.laid_out.discard(node)
+
+    def _drop_out(self, node: fx.Node) -> None:
+        """A dropout of a value that is cut: each member draws for the whole of it, as one device
+        does, and keeps its part.
 
             mask = native_dropout(ones)[1]      x * part(mask) * 1 / (1 - p), as the kernel does
         """
-        operation, index, seed, *args = node.args
-        value = args[0] if args else None
-        place = self.places.get(value) if isinstance(value, fx.Node) else None
-        if operation is not aten.native_dropout.default or place is None or args[1] == 1:
-            return False
-        x, whole = self.copies[value, place], value_of(value)  # type: ignore[arg-type, index]
+        operation, index, seed, value, p, *args = node.args
+        place = self.ways[node].results[0]
+        assert (
+            isinstance(value, fx.Node) and isinstance(p, float | int) and isinstance(place, Place)
+        )
+        x, whole = self._at(value, place), value_of(value)
         assert whole is not None
         ones = self._make(node, aten.new_ones.default, x, [*whole.shape])
-        draws = self._make(node, seeded, operation, index, self._at(seed, None), ones, *args[1:])  # type: ignore[arg-type]
+        draws = self._make(node, seeded, operation, index, self._at(seed, None), ones, p, *args)  # type: ignore[arg-type]
         mask = self._make(node, operator.getitem, draws, 1)
         mask = self._make(node, part, mask, *attrs.astuple(place), self.members)
         kept = self._make(node, aten.mul.Tensor, x, mask)
-        scaled = self._make(node, aten.mul.Scalar, kept, 1 / (1 - args[1]))  # type: ignore[operator]
-        self.places[node], self.nodes[node] = (place, place), (scaled, mask)
-        return True
+        scaled = self._make(node, aten.mul.Scalar, kept, 1 / (1 - p))
+        self.places[node], self.items[node] = (place, place), (scaled, mask)
 
-    def _cut(self, node: fx.Node, equation: Equation, label: Label, args: Any, kwargs: Any) -> None:
-        """A node on a member's part of a factor. Parts of sums are added at once."""
-        places = tuple(equation.place(dims, label) for dims in equation.results)
+    def _cut(
+        self,
+        node: fx.Node,
+        equation: Equation,
+        label: Label,
+        places: tuple[Where, ...],
+        args: Any,
+        kwargs: Any,
+    ) -> None:
+        """A node on a member's part of a factor."""
         if operation_name(node) not in _IN_ORDER or not _in_order(node):
             self.laid_out.add(node)
         several = isinstance(node.meta.get("val"), tuple | list)
         if label in equation.recipes:
             made = self._by_recipe(node, equation, label, args, kwargs)
             if several:
-                self.places[node], self.nodes[node] = places, made
+                self.places[node], self.items[node] = places, made
             else:
                 self._stands(node, made, places[0])
             return
         args, kwargs = self._localised(node, equation, label, args, kwargs)
-        sums = {at for at, summed in enumerate(equation.sums) if label in summed}
-        if several:
-            self.sums[node] = sums
-            self._stands(node, self._make(node, node.target, *args, **kwargs), places)
-        elif sums:
-            self._stands(node, self._added(node, equation, args, kwargs), None)
-        else:
-            self._stands(node, self._make(node, node.target, *args, **kwargs), places[0])
-
-    def _added(self, node: fx.Node, equation: Equation, args: Any, kwargs: Any) -> fx.Node:
-        """A sum over what is cut, of which a member computes its part."""
-        if equation.apart is None:
-            own = self._make(node, node.target, *args, **kwargs)
-        else:
-            own = self._make(node, equation.apart, *args[1:])
-        total = self._make(node, all_reduce, own, self.members)
-        if equation.averages:
-            total = self._make(node, aten.div.Scalar, total, self.members)
-        return self._make(node, aten.add.Tensor, args[0], total) if equation.apart else total
+        own = self._make(node, node.target, *args, **kwargs)
+        if equation.averages and places[0] == SUM:
+            own = self._make(node, aten.div.Scalar, own, self.members)
+        self._stands(node, own, places if several else places[0])
 
     def _by_recipe(
         self, node: fx.Node, equation: Equation, label: Label, args: Any, kwargs: Any
@@ -250,61 +240,18 @@ class Member:
         args = tuple(local.get(name, value) for name, value in zip(names, args, strict=False))
         return args, {name: local.get(name, value) for name, value in kwargs.items()}
 
-    def _choice(self, node: fx.Node, reads: Sequence[fx.Node]) -> _Choice:
-        """The cut of an operation for which the fewest bytes are sent. Without one, all members do
-        all of its work: that is the way only where nothing is cut, or cannot be."""
-        whole = _Choice((None,) * len(reads), 0.0)
-        if all(self.places[read] is None for read in reads):
-            return whole
-        try:
-            cuts = [*self._cuts(equation_of(node), reads)]
-        except NoRule:
-            if self.gathers:
-                return whole
-            raise ValueError(
-                f"shard: no rule says how {node.target} is computed on parts "
-                f'({source_line(node)}); shard(..., unknown="gather") computes it as a whole'
-            ) from None
-        return min(cuts, key=lambda cut: cut.bytes, default=whole)
-
-    def _cuts(self, equation: Equation, reads: Sequence[fx.Node]) -> Iterable[_Choice]:
-        """The ways along factors that some operand is cut along already."""
-        for read, dims in zip(reads, equation.operands, strict=True):
-            place = self.places[read]
-            found = equation.at(dims, place) if place is not None else None
-            if found is None or not found[0].can_cut(found[1], self.members):
-                continue
-            refined, label = found
-            places = tuple(refined.place(operand, label) for operand in refined.operands)
-            added = sum(
-                math.prod(refined.sizes[factor] for dim in dims for factor in dim)
-                for dims, summed in zip(refined.results, refined.sums, strict=True)
-                if label in summed or (label in refined.recipes and not refined.place(dims, label))
-            )
-            moved = self._moved(reads, places) + _REDUCED_TWICE * added * _itemsize(reads)
-            yield _Choice(places, moved, refined, label)
-
-    def _moved(self, reads: Sequence[fx.Node], places: Sequence[Place | None]) -> float:
-        """The bytes that are sent for operands to be where they are wanted: a gathered value as a
-        whole, one that is cut otherwise a member's part of it."""
-        moved = 0.0
-        for node, place in dict(zip(reads, places, strict=True)).items():
-            value, made = value_of(node), (node, place) in self.copies
-            if not made and self.places[node] is not None and value is not None:
-                share = 1 if place is None else 1 / self.members
-                moved += value.numel() * value.dtype.itemsize * share
-        return moved
-
-    def _at(self, node: fx.Node, place: Place | None) -> fx.Node:
+    def _at(self, node: fx.Node, place: Where) -> fx.Node:
         """A value where it is wanted."""
         if (node, place) not in self.copies:
             now = self.places[node]
             if place is None:  # parts are joined in the order of dimensions
                 (self.laid_out.discard if _in_order(node) else self.laid_out.add)(node)
-            collective = part if now is None else all_gather if place is None else all_to_all
-            ways = [number for way in (now, place) if way for number in attrs.astuple(way)]
+            ends = [end for end in (now, place) if isinstance(end, Place)]
+            numbers = [number for end in ends for number in attrs.astuple(end)]
             source = self.copies[node, now]
-            self.copies[node, place] = self._make(node, collective, source, *ways, self.members)
+            self.copies[node, place] = self._make(
+                node, move_of(now, place), source, *numbers, self.members
+            )
         return self.copies[node, place]
 
     def _make(self, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -318,11 +265,6 @@ def _in_order(node: fx.Node) -> bool:
     """Whether the elements of a value lie in the order of its dimensions."""
     value = value_of(node)
     return value is not None and value.is_contiguous()
-
-
-def _itemsize(reads: Iterable[fx.Node]) -> int:
-    """Bytes of an element of the first operand."""
-    return next(value.dtype.itemsize for value in map(value_of, reads) if value is not None)
 
 
 def _names(node: fx.Node) -> list[str]:

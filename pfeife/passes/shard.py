@@ -1,33 +1,46 @@
 """Parallelism inside of a stage: a flat program of whole values as that of one of its members."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
+import torch
+from torch import fx
 
 from pfeife.factors.equation import Place
+from pfeife.factors.ways import Way, Ways, dividing
 from pfeife.ir.members import Split
+from pfeife.ir.nodes import source_line
 from pfeife.ir.parts import Port, Role
 from pfeife.ir.program import Program
 from pfeife.passes.member_graph import Member
+from pfeife.passes.member_ways import Prices, member_ways
+
+Placements = Mapping[str, int | Place | Literal["cut", "auto"] | None]
 
 
 def shard(
-    placements: Mapping[str, int | Place],
+    placements: Placements | Literal["auto"],
     members: int,
     *,
     unknown: Literal["refuse", "gather"] = "refuse",
     keepers: Mapping[str, int] | None = None,
+    prices: Prices | None = None,
 ) -> Callable[[Program], Program]:
     """A pass that cuts parameters over the members of a group, and all that is computed of them.
 
     `placements` says along which dimension, by patterns of names ("layers.*.q.weight": 0); a
-    `Place(0, 3)` cuts each of three blocks of it, as of queries, keys and values in one. Each
-    operation is computed along the factor for which the fewest bytes are sent (see `factors`), and
-    where it is a sum over that, all members' parts are added at once. Optimizers, losses and
-    results see what they saw: a gradient is cut as its parameter is, all else is whole. A dropout
-    draws what it draws on one device.
+    `Place(0, 3)` cuts each of three blocks of it, as of queries, keys and values in one; "cut"
+    means along any that `members` divide, "auto" there or not at all, None (and a parameter that is
+    not named) not at all. "auto" alone is "cut" for all that has several dimensions, and "auto" for
+    the rest.
+
+    Everything else follows by a linear program: each operation is computed along one of its
+    factors, or as a whole, so that by `prices` a step takes least. Without these that is where the
+    fewest bytes are sent. The batch may be cut as well; sums are added up where they are read,
+    several at once. Optimizers, losses and results see what they saw: a gradient is cut as its
+    parameter is, all else is whole. A dropout draws what it draws on one device.
 
     The result is the program of any one of the members; `pfeife.evaluate` runs it for all of them,
     on whole values. It agrees with the program that was given to within the rounding of sums that
@@ -56,11 +69,51 @@ def shard(
                 "shard: the program has open sizes; capture it with dynamic=False, by "
                 "pfeife.compile(step, dynamic=False) and not by torch.compile's name"
             )
-        splits = _splits(program, placements, members)
-        local = Member(program, splits, members, unknown == "gather").program()
+        ports = program.ports(Role.PARAMETER)
+        wanted = _by_kind(ports) if placements == "auto" else _by_name(ports, placements)
+        places = {port.name: _places(port, wanted[port.name], members) for port in ports}
+        free = {name for name, place in wanted.items() if isinstance(place, str)}
+        ways = Ways(program, members, places, free)
+        chosen = _chosen(program, ways, prices or _FEWEST_BYTES, unknown == "refuse")
+        local = Member(program, _splits(ports, chosen, members), chosen, members).program()
         return local if keepers is None else _kept(local, keepers)
 
     return run
+
+
+def _result_bytes(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    values = value if isinstance(value, tuple | list) else [value]
+    return sum(v.numel() * v.dtype.itemsize for v in values if isinstance(v, torch.Tensor))
+
+
+# What is computed and copied decides where as many bytes are sent.
+_FEWEST_BYTES = Prices(
+    compute=lambda node: 1e-3 * _result_bytes(node),
+    send=lambda size: size + 1.0,
+    copy=lambda size: 1e-3 * size,
+)
+
+
+def _chosen(program: Program, ways: Ways, prices: Prices, strict: bool) -> Mapping[fx.Node, Way]:
+    """The best ways. Raises ValueError where there are none, with the operation that has no
+    rule."""
+    chosen = member_ways(program, ways, prices, strict)
+    if chosen is None and strict:
+        _check_rules(ways, member_ways(program, ways, prices) or {})
+    if chosen is None:
+        raise ValueError("shard: the parameters cannot be cut so; say how, by their names")
+    return chosen
+
+
+def _check_rules(ways: Ways, chosen: Mapping[fx.Node, Way]) -> None:
+    """Raises ValueError for an operation without a rule of what is cut."""
+    for node in filter(ways.has_no_rule, ways.nodes):
+        if any(place is not None for read in ways.reads[node] for place in chosen[read].results):
+            raise ValueError(
+                f"shard: no rule says how {node.target} is computed on parts "
+                f'({source_line(node)}); shard(..., unknown="gather") computes it as a whole'
+            )
 
 
 def _kept(program: Program, keepers: Mapping[str, int]) -> Program:
@@ -77,33 +130,48 @@ def _kept(program: Program, keepers: Mapping[str, int]) -> Program:
     return attrs.evolve(program, inputs=inputs, outputs=outputs)
 
 
-def _splits(
-    program: Program, placements: Mapping[str, int | Place], members: int
-) -> dict[str, Split]:
-    """How parameters are cut, by their names."""
-    splits: dict[str, Split] = {}
-    for pattern, dim in placements.items():
-        place = dim if isinstance(dim, Place) else Place(dim)
-        ports = [
-            port
-            for port in program.ports(Role.PARAMETER)
-            if any(fnmatchcase(name, pattern) for name in port.names)
-        ]
-        if not ports:
+def _by_kind(ports: Sequence[Port]) -> dict[str, Any]:
+    """What "auto" alone means, by names of ports."""
+    return {port.name: "cut" if len(port.shape) > 1 else "auto" for port in ports}
+
+
+def _by_name(ports: Sequence[Port], placements: Placements) -> dict[str, Any]:
+    """How each parameter shall be cut, by names of ports."""
+    wanted: dict[str, Any] = dict.fromkeys((port.name for port in ports), None)
+    for pattern, place in placements.items():
+        named = [p for p in ports if any(fnmatchcase(name, pattern) for name in p.names)]
+        if not named:
             raise ValueError(f"shard: no parameter is called {pattern!r}")
-        splits |= {port.fqn: _split(port, place, members) for port in ports}
-    return splits
+        wanted |= {port.name: Place(place) if isinstance(place, int) else place for port in named}
+    return wanted
 
 
-def _split(port: Port, place: Place, members: int) -> Split:
+def _places(port: Port, wanted: Place | str | None, members: int) -> tuple[Place | None, ...]:
+    """Where a parameter may be cut."""
+    if wanted is None:
+        return (None,)
+    if isinstance(wanted, str):
+        dims = dividing(port, members)
+        return (*dims,) if dims and wanted == "cut" else (None, *dims)
     rank = len(port.shape)
-    if not -rank <= place.dim < rank:
-        raise ValueError(f"shard: {port.fqn} of shape {port.shape} has no dimension {place.dim}")
-    size = port.shape[place.dim]
-    if size % (members * place.before):
-        blocks = f"{place.before} blocks for " if place.before > 1 else ""
+    if not -rank <= wanted.dim < rank:
+        raise ValueError(f"shard: {port.fqn} of shape {port.shape} has no dimension {wanted.dim}")
+    size = port.shape[wanted.dim]
+    if size % (members * wanted.before):
+        blocks = f"{wanted.before} blocks for " if wanted.before > 1 else ""
         raise ValueError(
-            f"shard: dimension {place.dim} of {port.fqn} has {size} elements, which "
+            f"shard: dimension {wanted.dim} of {port.fqn} has {size} elements, which "
             f"{blocks}{members} members do not divide"
         )
-    return Split(place.dim % rank, members, place.before)
+    return (Place(wanted.dim % rank, wanted.before),)
+
+
+def _splits(ports: Sequence[Port], ways: Mapping[fx.Node, Way], members: int) -> dict[str, Split]:
+    """How parameters are cut, by their names."""
+    where = {node.name: way.results for node, way in ways.items() if len(way.results) == 1}
+    places = {port.fqn: where[port.name][0] for port in ports}
+    return {
+        name: Split(place.dim, members, place.before)
+        for name, place in places.items()
+        if isinstance(place, Place)
+    }

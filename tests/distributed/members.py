@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from rows import row
-from torch import nn
+from torch import fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -19,6 +19,16 @@ from pfeife import sched
 from pfeife._torch import is_absent
 from pfeife.cost import estimate, machine, memory_curves
 from pfeife.factors import Place
+from pfeife.ir.members import (
+    MEANING,
+    addend,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    part,
+    reduce_scatter,
+)
+from pfeife.runtime.distributed.links.collectives import Collectives
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 
 CPU_CORE = machine("cpu-core")
@@ -69,7 +79,6 @@ def compared(stages: int, members: int, replicas: int, family: str) -> None:
     program = pfeife.capture(lambda tokens: model(tokens), microbatches[0])
     local = pfeife.compose(
         pfeife.shard(PLACES, members),
-        pfeife.merge_collectives(),
         pfeife.fuse(),
         pfeife.split_backward(),
     )(program)
@@ -107,6 +116,46 @@ def stages_of_members() -> None:
 @row(ranks=(4,))
 def replicas_of_members() -> None:
     compared(1, 2, 2, "gpipe")
+
+
+def gives_what_it_means(transport, members, collective, values, *args) -> None:
+    """One collective in a graph of its own, of a value of each member."""
+    graph = fx.Graph()
+    read = graph.placeholder("x")
+    read.meta["val"] = values[0]
+    graph.output(graph.call_function(collective, (read, *args)))
+    body = Collectives(lambda: transport).bound(fx.GraphModule({}, graph))
+    member = transport.group.place
+    expected = MEANING[collective](values, *args)[member]
+    assert torch.equal(body(values[member]), expected), (collective.__name__, args)
+
+
+@row(ranks=(2, 4))
+def each_collective() -> None:
+    """Bit for bit, of small and large values, also of sizes that members do not divide."""
+    members = int(os.environ["WORLD_SIZE"])
+    model, x = nn.Linear(4, 4), torch.ones(4, 4)
+    program = pfeife.capture(lambda x: model(x).mean(), x)
+    local = pfeife.compose(pfeife.shard({"weight": 0}, members), pfeife.fuse())(program)
+    local = pfeife.annotate(estimate(local, CPU_CORE))(local)
+    plan = sched.plan(local, machine=CPU_CORE, microbatches=1, stages=1)
+    ranks = pfeife.apply(plan)(local)
+    pipeline = DistributedPipeline(ranks, sched.lower(plan.schedule, ranks))
+    check = functools.partial(gives_what_it_means, pipeline.transport.for_step(), members)
+    torch.manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        for shape in ((), (3, 5), (257, 129)):
+            values = [(torch.randn(shape) * 100).to(dtype) for _ in range(members)]
+            check(all_reduce, values, members)
+            check(all_reduce, values, members, "max")
+            check(addend, values, members)
+        values = [(torch.randn(8, 16, 5) * 100).to(dtype) for _ in range(members)]
+        for place in ((0, 1), (1, 1), (1, 2)):
+            check(reduce_scatter, values, *place, members)
+            check(all_gather, values, *place, members)
+            check(part, values, *place, members)
+            for other in ((0, 1), (1, 2), (1, 4)):
+                check(all_to_all, values, *place, *other, members)
 
 
 @row(ranks=(2,))

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from sent import bytes_sent
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 import pfeife
-from pfeife.ir.members import MEANING, all_reduce
 from pfeife.testing import check_pass
 
 
@@ -55,9 +55,9 @@ def test_what_is_not_known_is_refused():
 
 @pytest.mark.parametrize(("name", "sums"), [("Llama", 8), ("Qwen3", 12)])
 def test_the_plan_that_a_model_ships(name, sums):
-    """Two sums a layer each way; the norms of Qwen's heads have their gradients added up as well,
-    which its plan says by a word of its own. In float64, as sums that are cut are rounded
-    otherwise."""
+    """Two sums a layer each way, or what takes less; the norms of Qwen's heads have their gradients
+    added up as well, which its plan says by a word of its own. In float64, as sums that are cut are
+    rounded otherwise."""
     transformers = pytest.importorskip("transformers")
     config = getattr(transformers, f"{name}Config")(
         **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64},
@@ -69,7 +69,5 @@ def test_the_plan_that_a_model_ships(name, sums):
     program = pfeife.capture(lambda x: model(input_ids=x, labels=x).loss, tokens)
     state = pfeife.state_of(program, model)
     cut = pfeife.shard(pfeife.placements(model, config.base_model_tp_plan), 2)
-    once = pfeife.compose(cut, pfeife.merge_collectives())
-    result = check_pass(once, program, state, [tokens], rounding=None, within=1e-6)
-    told = [node.target for node in result.module.graph.nodes if node.target in MEANING]
-    assert told == [all_reduce] * sums
+    result = check_pass(cut, program, state, [tokens], rounding=None, within=1e-6)
+    assert bytes_sent(result) <= sums * 2 * 8 * 32 * 8

@@ -1,18 +1,20 @@
 """The options `parallel` and `members`: how a step's parameters are cut over a group of ranks."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from pfeife.backend.building.task import Task
+from pfeife.cost.estimate import member_prices
 from pfeife.factors import Place
 from pfeife.frontend.captured import Captured
 from pfeife.frontend.placements import placements
 from pfeife.ir.parts import Role
-from pfeife.passes import merge_collectives, shard
+from pfeife.passes import shard
 from pfeife.passes.compose import Pass
+from pfeife.passes.shard import Placements
 from pfeife.runtime.distributed.state.owned import Owned
-from pfeife.sched.placements import best_placements
 
 
 def sharding(task: Task, captured: Captured) -> list[Pass]:
@@ -28,15 +30,24 @@ def sharding(task: Task, captured: Captured) -> list[Pass]:
         )
     owned = _owned(task, captured)
     keepers = {name: owner.member for name, owner in owned.items() if owner.member is not None}
-    if task.options.parallel == "auto":
-        program = captured.program
-        # A parameter that an earlier program has cut, or not, stays so.
-        known = {name: owner.member is not None for name, owner in owned.items()}
-        places = best_placements(program, members, task.machine(program), known)
-        cut = shard(places, members, unknown="gather", keepers=keepers)
-    else:
-        cut = shard(_placements(task, captured), members, keepers=keepers)
-    return [cut, merge_collectives()]
+    auto = task.options.parallel == "auto"
+    return [
+        shard(
+            _auto(captured, owned) if auto else _placements(task, captured),
+            members,
+            unknown="gather" if auto else "refuse",
+            keepers=keepers,
+            prices=member_prices(task.machine(captured.program)),
+        )
+    ]
+
+
+def _auto(captured: Captured, owned: Mapping[str, Owned]) -> Placements:
+    """All that may be cut is, but for what an earlier program has cut, or not: that stays so."""
+    return {
+        port.fqn: "cut" if len(port.shape) > 1 else "auto"
+        for port in captured.program.ports(Role.PARAMETER)
+    } | {name: "cut" if owner.member is not None else None for name, owner in owned.items()}
 
 
 def _owned(task: Task, captured: Captured) -> dict[str, Owned]:

@@ -1,19 +1,24 @@
 """What members of a group tell one another inside of a body.
 
-member 0    x0 ---allgather---> x0 x1 x2    what `MEANING` says of all of them, of which
-member 1    x1 ---------------> x0 x1 x2    each keeps its own: the bits of `evaluate`
-member 2    x2 ---------------> x0 x1 x2
+    all_gather, small sums                  reduce_scatter, all_to_all
+    member 0    x0 -----> x0 x1 x2          member 0    x00 x01 x02 -----> x00 x10 x20
+    member 1    x1 -----> x0 x1 x2          member 1    x10 x11 x12 -----> x01 x11 x21
+    member 2    x2 -----> x0 x1 x2          member 2    x20 x21 x22 -----> x02 x12 x22
+
+Each then does with them, in the order of members, what `MEANING` says: the bits of `evaluate`. A
+large sum is scattered and then gathered.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import fx
 
 from pfeife.ir.copying import Copy, copied
-from pfeife.ir.members import MEANING, member, part
+from pfeife.ir.members import ALONE, MEANING, Split, all_to_all, messages, reduce_scatter, reduced
 from pfeife.ir.nodes import value_of
 from pfeife.runtime.distributed.links.connection import Connection
 
@@ -68,9 +73,38 @@ class Collectives:
         group = self.now()
         assert group.group is not None
         place, members = group.group.place, len(group.group.ranks)
-        alone = collective in (member, part)  # nothing is sent for these
-        values = [value] * members if alone else gathered(group, value)
-        return MEANING[collective](values, *rest)[place]
+        if collective in ALONE:
+            return MEANING[collective]([value] * members, *rest)[place]
+        if collective is reduce_scatter:
+            dim, before, _ = rest
+            return reduced(_exchanged(group, Split(dim, members, before).parts(value)))
+        if collective is all_to_all and rest[0] != rest[2]:
+            old, old_before, new, new_before, _ = rest
+            parts = Split(new, members, new_before).parts(value)
+            return Split(old, members, old_before).join(_exchanged(group, parts))
+        size = value.numel() * value.dtype.itemsize
+        if len(messages(collective, size, members)) > 1:
+            return _reduced_in_parts(group, value, *rest[1:])
+        return MEANING[collective](gathered(group, value), *rest)[place]
+
+
+def _reduced_in_parts(group: Group, value: torch.Tensor, by: str = "sum") -> torch.Tensor:
+    """A sum of which each member adds up a part."""
+    assert group.group is not None
+    members = len(group.group.ranks)
+    padded = F.pad(value.flatten(), (0, -value.numel() % members))
+    own = reduced(_exchanged(group, padded.chunk(members)), by)
+    return torch.cat(gathered(group, own))[: value.numel()].view(value.shape)
+
+
+def _exchanged(group: Group, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """What each member has for this one, of one shape (collective)."""
+    assert group.group is not None
+    sent = torch.stack([*parts])
+    received = torch.empty_like(sent)
+    as_bytes = [tensor.flatten().view(torch.uint8) for tensor in (received, sent)]
+    group.wait(group.group.group.alltoall_base(*as_bytes, [], []))
+    return received.unbind()
 
 
 def gathered(group: Group, value: torch.Tensor) -> list[torch.Tensor]:

@@ -1,9 +1,9 @@
-"""Along which dimensions to cut parameters over the members of a group: a linear program.
+"""How members of a group compute each node: a linear program.
 
-Each node is computed in one of its ways (see `factors.ways`), which takes its seconds; what is sent
+A node is computed in one of its ways (see `factors.ways`), which takes its seconds; what is sent
 for a value to be where one of its readers wants it takes its own, once however many do. Its
-relaxation is integral or nearly so (as autoparallel has found of more axes), so that one solution
-of it is enough.
+relaxation is integral or nearly so (as autoparallel has found of more axes); where it is not, the
+program in whole numbers is solved.
 
     variables    a way of a node        a value that is sent       what a reader takes of it
     cost         seconds / members      seconds                    0
@@ -16,69 +16,74 @@ there: blocks are cut alike, and a model of a hundred of them is no harder than 
 import operator
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
 import numpy as np
 import torch
-from scipy.optimize import linprog
+from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 from torch import fx
 
-from pfeife.cost.estimate import node_seconds
-from pfeife.data.machine import Machine
 from pfeife.factors.equation import Place
-from pfeife.factors.ways import SUM, Way, Ways, Where
+from pfeife.factors.ways import SUM, Way, Ways, Where, move_of
+from pfeife.ir.members import messages
 from pfeife.ir.nodes import is_source, returned, value_of
 from pfeife.ir.parts import Role
 from pfeife.ir.program import Program
 
 _NEAR = 6  # nodes that look alike have alike neighbours up to this far
 _GRADIENT, _RESULT = -1, -2  # who reads a gradient, or another result of the program
+_WHOLE, _SECONDS = 1e-6, 60.0  # how near to a whole number, and how long to look for these
 
 
-def best_placements(
-    program: Program, members: int, machine: Machine, known: Mapping[str, bool] | None = None
-) -> dict[str, Place]:
-    """The places of the parameters of a flat program, by name, with which a step takes least by
-    estimate: for `shard`. Each matrix of which `members` divide a dimension is cut, so that its
-    memory is; vectors where it pays. `known` says of some whether they are cut."""
-    ways = Ways(program, members)
-    nodes = [node for node in ways.nodes if node.name in ways.parameters]
-    for node in nodes:
-        port = ways.parameters[node.name]
-        whole, *cut = ways.of[node]
-        is_cut = (known or {}).get(port.fqn, True if len(port.shape) > 1 else None)
-        if cut and is_cut is not None:
-            ways.of[node] = cut if is_cut else [whole]
-    taken = _Problem(program, ways, machine).solved()
-    places = {ways.parameters[node.name].fqn: taken[node].results[0] for node in nodes}
-    return {name: place for name, place in places.items() if isinstance(place, Place)}
+@attrs.frozen
+class Prices:
+    """Seconds that a node takes where it is computed as a whole, that bytes take from one member
+    to another, and that they take to be copied."""
+
+    compute: Callable[[fx.Node], float]
+    send: Callable[[int], float]
+    copy: Callable[[int], float]
+
+
+def member_ways(
+    program: Program, ways: Ways, prices: Prices, strict: bool = False
+) -> dict[fx.Node, Way] | None:
+    """The ways of a program's nodes with which it takes least, None if there are none: if it is
+    `strict`, what has no rule is computed of what is whole without being gathered."""
+    return _Problem(program, ways, prices, strict).solved()
 
 
 @attrs.frozen
 class _Rows:
     """Sums of variables that are something."""
 
-    entries: list[tuple[int, int, float]] = attrs.field(factory=list)  # row, variable, factor
+    rows: list[int] = attrs.field(factory=list)
+    variables: list[int] = attrs.field(factory=list)
+    factors: list[float] = attrs.field(factory=list)
     sides: list[float] = attrs.field(factory=list)
 
     def add(self, terms: Iterable[tuple[int, float]], side: float = 0.0) -> None:
-        self.entries.extend((len(self.sides), variable, factor) for variable, factor in terms)
+        for variable, factor in terms:
+            self.rows.append(len(self.sides))
+            self.variables.append(variable)
+            self.factors.append(factor)
         self.sides.append(side)
 
     def matrix(self, variables: int) -> Any:
-        rows, columns, factors = zip(*self.entries, strict=True)
-        return coo_array((factors, (rows, columns)), shape=(len(self.sides), variables)).tocsr()
+        shape = len(self.sides), variables
+        return coo_array((self.factors, (self.rows, self.variables)), shape=shape).tocsr()
 
 
 class _Problem:
     """The variables and rows of a program."""
 
-    def __init__(self, program: Program, ways: Ways, machine: Machine):
-        self.program, self.ways, self.machine = program, ways, machine
-        self.kinds = _kinds(ways)
+    def __init__(self, program: Program, ways: Ways, prices: Prices, strict: bool):
+        self.program, self.ways, self.prices, self.strict = program, ways, prices, strict
+        self.fqns = {port.name: port.fqn for port in program.ports(Role.PARAMETER)}
+        self.kinds = _kinds(ways, self.fqns)
         self.count = Counter(self.kinds.values())
         self.first = {kind: node for node, kind in reversed(self.kinds.items())}
         self.costs: list[float] = []
@@ -88,42 +93,49 @@ class _Problem:
             for kind, node in self.first.items()
         }
         self.sent: dict[tuple, int] = {}
-        self.there: dict[tuple, list[int]] = {}  # what a reader takes of what is there already
 
     def _variable(self, cost: float) -> int:
         self.costs.append(cost)
         return len(self.costs) - 1
 
-    def solved(self) -> dict[fx.Node, Way]:
-        """The way of each node."""
+    def solved(self) -> dict[fx.Node, Way] | None:
+        """The way of each node, None if nothing fits."""
         for ways in self.taken.values():
             self.equal.add(((variable, 1.0) for variable in ways.values()), 1.0)
         for source, reader, at in self._edges():
             self._edge(source, reader, at)
-        for kind, ways in self.taken.items():
-            for way, variable in ways.items():
-                if way.cut and way.operands:
-                    # As `shard` does it: along what some operand is cut along already.
-                    places = enumerate(way.operands)
-                    there = [v for at, p in places for v in self.there.get((kind, at, p), ())]
-                    self.below.add([(variable, 1.0), *((v, -1.0) for v in there)])
-        count = len(self.costs)
-        solution = linprog(
-            np.array(self.costs),
-            A_ub=self.below.matrix(count) if self.below.sides else None,
-            b_ub=self.below.sides or None,
-            A_eq=self.equal.matrix(count),
-            b_eq=self.equal.sides,
-        )
-        if solution.x is None:  # all as a whole always is one, but for what is known
-            raise ValueError(f"parallel='auto': {solution.message}; say how parameters are cut")
-        shares = solution.x
+        chosen = [variable for ways in self.taken.values() for variable in ways.values()]
+        shares = self._shares(np.zeros(len(self.costs)))
+        if shares is not None and np.any(abs(shares[chosen] - np.rint(shares[chosen])) > _WHOLE):
+            whole = np.zeros(len(self.costs))
+            whole[chosen] = 1
+            shares = self._shares(whole)
+        if shares is None:
+            return None
         best = {k: max(ways, key=lambda w: shares[ways[w]]) for k, ways in self.taken.items()}
         return {node: best[kind] for node, kind in self.kinds.items()}
 
+    def _shares(self, whole: Any) -> Any:
+        """The best values of the variables, of which some have to be `whole` numbers, or None."""
+        costs = np.array(self.costs)
+        rows = [
+            LinearConstraint(rows.matrix(len(costs)), low, rows.sides)
+            for rows, low in ((self.equal, self.equal.sides), (self.below, -np.inf))
+            if rows.sides
+        ]
+        # The solver's tolerances are for numbers of about 1.
+        solution = milp(
+            costs / (costs.mean() or 1.0),
+            integrality=whole,
+            bounds=Bounds(0),
+            constraints=rows,
+            options={"time_limit": _SECONDS, "mip_rel_gap": 1e-3},
+        )
+        return solution.x
+
     def _seconds(self, node: fx.Node, way: Way) -> float:
         share = 1 / self.ways.members if way.cut else 1.0
-        return self.count[self.kinds[node]] * share * node_seconds(node, self.machine)
+        return self.count[self.kinds[node]] * share * self.prices.compute(node)
 
     def _edges(self) -> dict[tuple[int, int, int], None]:
         """Who reads whom, at which place of its operands, by kinds."""
@@ -132,9 +144,7 @@ class _Problem:
             for at, read in enumerate(self.ways.reads[node]):
                 edges[self.kinds[read], self.kinds[node], at] = None
         parameters = {
-            self.ways.parameters[node.name].fqn: node
-            for node in self.ways.nodes
-            if node.name in self.ways.parameters
+            self.fqns[node.name]: node for node in self.ways.nodes if node.name in self.fqns
         }
         results = returned(self.program.module)
         for port in self.program.outputs:
@@ -148,6 +158,7 @@ class _Problem:
     def _edge(self, source: int, reader: int, at: int) -> None:
         """A reader takes a value where it wants it, from where that is."""
         node = self.first[reader]
+        unsent = self.strict and at >= 0 and self.ways.has_no_rule(node)
         is_item = node.target is operator.getitem and at == 0
         index: Any = node.args[1] if is_item else 0
         given = _by_place((way.results[index], v) for way, v in self.taken[source].items())
@@ -156,12 +167,10 @@ class _Problem:
             (here, there): self._variable(0.0)
             for here in given
             for there in wanted
-            # A sum is added up where it is wanted otherwise; one of several results stays.
-            if here == there or not (is_item or there == SUM or (here == SUM and there))
+            # A sum may have an addend that all have; one of several results stays.
+            if here == there or not (is_item or unsent or (there == SUM and here is not None))
         }
         for (here, there), move in moves.items():
-            if here == there is not None:
-                self.there.setdefault((reader, at, there), []).append(move)
             key = source, index, here, there
             if key not in self.sent:
                 self.sent[key] = self._variable(self.count[source] * self._moved(source, *key[2:]))
@@ -174,11 +183,14 @@ class _Problem:
     def _moved(self, source: int, here: Where, there: Where) -> float:
         """Seconds until a value is where it is wanted."""
         value, members = value_of(self.first[source]), self.ways.members
-        if here == there or here is None or value is None:
+        if here == there or value is None:
             return 0.0
-        parts = 1 if here == SUM else members if there is None else members**2
-        sent = value.numel() * value.dtype.itemsize // parts
-        return (members - 1) * self.machine.transfer_seconds(sent)
+        size = value.numel() * value.dtype.itemsize
+        if here is None:
+            return self.prices.copy(size // (1 if there == SUM else members))
+        own = size // (members if isinstance(here, Place) else 1)
+        sent = messages(move_of(here, there), own, members)
+        return (members - 1) * sum(map(self.prices.send, sent))
 
 
 def _wanted(way: Way, at: int) -> Where:
@@ -195,10 +207,10 @@ def _by_place(pairs: Iterable[tuple[Where, int]]) -> dict[Where, list[int]]:
     return variables
 
 
-def _kinds(ways: Ways) -> dict[fx.Node, int]:
+def _kinds(ways: Ways, fqns: Mapping[str, str]) -> dict[fx.Node, int]:
     """A number for each node, the same for those that look alike from near by (Weisfeiler and
     Leman's refinement, a few rounds); a parameter is that of its name in all blocks."""
-    own = {node: hash(_own(node, ways)) for node in ways.nodes}
+    own = {node: hash(_own(node, ways, fqns)) for node in ways.nodes}
     kinds = own
     for _ in range(_NEAR):
         around = kinds
@@ -212,15 +224,15 @@ def _kinds(ways: Ways) -> dict[fx.Node, int]:
             )
             for node in ways.nodes
         }
-    return kinds | {node: own[node] for node in ways.nodes if node.name in ways.parameters}
+    return kinds | {node: own[node] for node in ways.nodes if node.name in fqns}
 
 
-def _own(node: fx.Node, ways: Ways) -> tuple:
+def _own(node: fx.Node, ways: Ways, fqns: Mapping[str, str]) -> tuple:
     """What a node is by itself."""
-    port = ways.parameters.get(node.name)
-    name = re.sub(r"\d+", "*", port.fqn) if port else node.name if is_source(node) else ""
     value = node.meta.get("val")
     values: Sequence[Any] = value if isinstance(value, tuple | list) else [value]
     shapes = tuple(tuple(v.shape) if isinstance(v, torch.Tensor) else () for v in values)
+    if node.name in fqns:
+        return re.sub(r"\d+", "*", fqns[node.name]), shapes, tuple(ways.of[node])
     plain = repr(fx.node.map_arg((node.args, node.kwargs), lambda read: None))
-    return node.op, "" if is_source(node) else str(node.target), name, shapes, plain
+    return node.op, node.name if is_source(node) else str(node.target), shapes, plain

@@ -1,0 +1,26 @@
+"""What members of a group send one another in a program."""
+
+from collections import Counter
+
+import pfeife
+from pfeife.ir.members import ALONE, MEANING, messages
+from pfeife.ir.nodes import value_of
+
+SENT = MEANING.keys() - ALONE
+
+
+def collectives(program: pfeife.Program) -> Counter[str]:
+    """How often each is there."""
+    nodes = program.module.graph.nodes
+    return Counter(node.target.__name__ for node in nodes if node.target in SENT)
+
+
+def bytes_sent(program: pfeife.Program) -> int:
+    """By each member to each other one."""
+    total = 0
+    for node in program.module.graph.nodes:
+        if node.target in SENT:
+            value = value_of(node.all_input_nodes[0])
+            size = value.numel() * value.dtype.itemsize
+            total += sum(messages(node.target, size, program.members))
+    return total
