@@ -1,0 +1,274 @@
+"""Other people's models on groups of ranks: members, stages and replicas, by several schedules.
+
+    python benchmarks/layouts.py                              all of it (an hour on 2 cores)
+    python benchmarks/layouts.py --only mixtral --ranks 4     a part of it
+    python benchmarks/layouts.py --json rows.json
+
+For each model, layout and schedule two things are shown. `oracle`: a step's loss and gradients are
+those of `pfeife.evaluate` of the same program, bit for bit. `training`: three steps with AdamW and
+clipping by `pfeife.compile(step, members=..., ...)`, beside plain torch on one device that
+accumulates gradients over the same microbatches: the largest difference of losses and norms, and of
+parameters in units of the largest of their tensor, in float64. Some models compute a loss or norms
+in float32 whatever they are given; the table says which. Exits non-zero if bits differ, or numbers
+by more than LIMITS.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import coverage_case
+import coverage_models
+import harness
+import torch
+import torch.distributed as dist
+from coverage_models.example import Example
+from torch.utils import _pytree as pytree
+from tqdm import tqdm
+
+import pfeife
+from pfeife import report, sched
+from pfeife.cost import estimate, machine, member_prices
+from pfeife.runtime.distributed.pipeline import DistributedPipeline
+
+MODELS = {
+    "gpt2": "text_decoders",
+    "llama": "text_decoders",
+    "t5": "encoder_decoders",
+    "vit": "vision",
+    "mixtral": "experts",
+    "deepseek_v2": "experts",
+    "deepseek_v3": "experts",
+    "unet_condition": "generative",
+    "smp_unet": "dense",
+}
+MICROBATCHES, STEPS, SECONDS = 4, 3, 900.0
+LIMITS = {"float64": 1e-12, "float32": 1e-6}
+CPU_CORE = machine("cpu-core")
+
+
+@attrs.frozen
+class Layout:
+    """`members` of each of so many stages, of each of so many pipelines."""
+
+    members: int
+    stages: int = 1
+    replicas: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.members * self.stages * self.replicas
+
+    def __str__(self) -> str:
+        return f"tp {self.members}, pp {self.stages}, dp {self.replicas}"
+
+
+LAYOUTS = (
+    *(Layout(2), Layout(4), Layout(8)),
+    *(Layout(2, 2), Layout(2, 4), Layout(4, 2)),
+    *(Layout(2, 1, 2), Layout(2, 2, 2)),
+)
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-v")
+
+
+def in_float64(name: str) -> tuple[Example, list[tuple[Any, ...]]]:
+    """A model without dropouts, and its batches."""
+    example = coverage_case.built(coverage_models.models(MODELS[name])[name])
+    example.model.to(torch.float64)
+    if hasattr(example.model, "set_experts_implementation"):
+        example.model.set_experts_implementation("batched_mm")  # grouped_mm has no float64
+
+    def cast(value: Any) -> Any:
+        floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(torch.float64) if floating else value
+
+    batches = []
+    for number in range(STEPS):
+        torch.manual_seed(100 + number)
+        batch = example.draw(example.rows * MICROBATCHES, example.sizes[0])
+        batches.append(pytree.tree_map(cast, batch))
+    return example, batches
+
+
+def parts(example: Example, batch: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """The arguments of every microbatch."""
+    dims = example.in_dims if isinstance(example.in_dims, tuple) else (0,) * len(batch)
+
+    def cut(value: Any, dim: int | None, index: int) -> Any:
+        is_cut = dim is not None and isinstance(value, torch.Tensor) and value.dim()
+        return value.chunk(MICROBATCHES, dim)[index] if is_cut else value
+
+    return [
+        tuple(
+            pytree.tree_map(lambda leaf, dim=dim, index=index: cut(leaf, dim, index), value)
+            for value, dim in zip(batch, dims, strict=True)
+        )
+        for index in range(MICROBATCHES)
+    ]
+
+
+def as_the_oracle(name: str, layout: Layout, schedule: str) -> bool:
+    """Whether a step on ranks has the bits of `evaluate`."""
+    example, batches = in_float64(name)
+    microbatches = parts(example, batches[0])
+    flat = pfeife.capture(example.step, *microbatches[0])
+    local = pfeife.compose(
+        pfeife.shard("auto", layout.members, unknown="gather", prices=member_prices(CPU_CORE)),
+        pfeife.fuse(),
+        pfeife.split_backward(),
+    )(flat)
+    local = pfeife.annotate(estimate(local, CPU_CORE))(local)
+    plan = sched.plan(
+        local,
+        machine=CPU_CORE,
+        microbatches=MICROBATCHES // layout.replicas,
+        stages=layout.stages * (2 if schedule in ("interleaved", "zb-v") else 1),
+        ranks=layout.stages,
+        schedule=schedule,
+    )
+    wrapped = pfeife.dp_wrap(pfeife.Mesh(layout.stages, layout.replicas))
+    ranks = pfeife.compose(pfeife.apply(plan), wrapped)(local)
+    lowered = sched.verify_schedule(sched.lower(plan.schedule, ranks))
+    state = pfeife.state_of(ranks, example.model)
+    expected = pfeife.evaluate(ranks, state, microbatches, seed=3)
+    mesh = pfeife.Mesh(layout.stages, layout.replicas, members=layout.members)
+    pipeline = DistributedPipeline(ranks, lowered, mesh=mesh)
+    member = pipeline.mesh.member
+    result = pipeline(pfeife.state_of(ranks, example.model, member=member), microbatches, seed=3)
+    splits = {port.fqn: port.split for port in ranks.ports(pfeife.Role.GRADIENT)}
+
+    def own(gradient: str) -> torch.Tensor:
+        whole, split = expected.gradients[gradient], splits[gradient]
+        return split.parts(whole)[member] if split else whole
+
+    same = [torch.equal(value, own(key)) for key, value in result.gradients.items()]
+    return all(same) and bool(same) and torch.equal(result.loss, expected.loss)
+
+
+def trained(example: Example, losses: Any, batches: Sequence[tuple[Any, ...]]) -> list[float]:
+    """Losses and norms of some steps."""
+    optimizer = torch.optim.AdamW(example.model.parameters(), lr=1e-3)
+    numbers = []
+    for batch in batches:
+        optimizer.zero_grad()
+        numbers.append(losses(batch))
+        numbers.append(float(torch.nn.utils.clip_grad_norm_(example.model.parameters(), 0.5)))
+        optimizer.step()
+    return numbers
+
+
+def beside_one_device(name: str, layout: Layout, schedule: str) -> tuple[float, str]:
+    """The largest difference, and the narrowest type of what is computed."""
+    example, batches = in_float64(name)
+    plain, _ = in_float64(name)
+    step = pfeife.compile(
+        example.step,
+        in_dims=example.in_dims,
+        microbatches=MICROBATCHES,
+        members=layout.members,
+        replicas=layout.replicas,
+        schedule=schedule,
+        loss_reduction="mean",
+        progress=False,
+    )
+
+    def piped(batch: tuple[Any, ...]) -> float:
+        loss = step(*batch)
+        loss.backward()
+        return float(loss.detach())
+
+    def alone(batch: tuple[Any, ...]) -> float:
+        total = 0.0
+        for microbatch in parts(plain, batch):
+            loss = plain.step(*microbatch) / MICROBATCHES
+            loss.backward()
+            total += float(loss.detach())
+        return total
+
+    numbers, expected = trained(example, piped, batches), trained(plain, alone, batches)
+    gaps = [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(numbers, expected, strict=True)]
+    state = pfeife.full_state_dict(example.model)
+    for key, value in plain.model.state_dict().items():
+        if value.is_floating_point() and value.numel():
+            gap = float((state[key] - value).abs().max())
+            gaps.append(gap / max(float(value.abs().max()), 1e-12))
+    nodes = step.backend.compiled[0].captured.program.module.graph.nodes
+    values = pytree.tree_leaves([node.meta.get("val") for node in nodes])
+    dtypes = {value.dtype for value in values if isinstance(value, torch.Tensor)}
+    return max(gaps), "float32" if torch.float32 in dtypes else "float64"
+
+
+def on_this_rank(names: Sequence[str], layout: Layout, out: Path) -> None:
+    """Writes a line of JSON a row."""
+    for name in names:
+        for schedule in SCHEDULES if layout.stages > 1 else SCHEDULES[:1]:
+            row: dict[str, Any] = {"model": name, "layout": str(layout), "schedule": schedule}
+            torch._dynamo.reset()
+            try:
+                row["oracle"] = as_the_oracle(name, layout, schedule)
+                row["training"], row["dtype"] = beside_one_device(name, layout, schedule)
+            except (ValueError, pfeife.PipelineError) as error:
+                row["refused"] = str(error)[:600]
+            if not dist.get_rank():
+                with out.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+
+
+def launched(name: str, layout: Layout) -> list[dict[str, Any]]:
+    """The rows of a model in a layout."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "rows")
+        words = ["--only", name, "--layout", json.dumps(attrs.asdict(layout)), "--out", str(out)]
+        try:
+            harness.world(__file__, layout.ranks, words, SECONDS)
+        except RuntimeError as error:
+            return [{"model": name, "layout": str(layout), "oracle": str(error)}]
+        return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def is_wrong(row: dict[str, Any]) -> bool:
+    """Whether bits or numbers are others than they have to be, or the ranks have failed."""
+    if "refused" in row:
+        return False
+    return row["oracle"] is not True or not row["training"] <= LIMITS[row["dtype"]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", action="append", choices=MODELS, help="a model")
+    parser.add_argument("--ranks", default="2,4,8")
+    parser.add_argument("--json", type=Path, help="where the rows go")
+    parser.add_argument("--layout", help=argparse.SUPPRESS)  # of a rank
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    names = asked.only or list(MODELS)
+    if asked.layout:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+        on_this_rank(names, Layout(**json.loads(asked.layout)), asked.out)
+        dist.destroy_process_group()
+        return
+    sizes = [int(size) for size in asked.ranks.split(",")]
+    todo = [(name, layout) for layout in LAYOUTS if layout.ranks in sizes for name in names]
+    rows: list[dict[str, Any]] = []
+    for name, layout in tqdm(todo, disable=None):
+        rows += launched(name, layout)
+        if asked.json:
+            asked.json.write_text(json.dumps(rows, indent=1))
+    columns = ("model", "layout", "schedule", "oracle", "training", "dtype", "refused")
+    lines = [[str(row.get(column, ""))[:80] for column in columns] for row in rows]
+    tqdm.write(report.table(lines, columns))
+    wrong = [row for row in rows if is_wrong(row)]
+    tqdm.write(f"{len(rows)} rows, {len(wrong)} wrong")
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()
