@@ -93,8 +93,6 @@ def with_plain_nodes(program: pfeife.Program, _: int) -> st.SearchStrategy[Drawn
 
 def over_members(program: pfeife.Program, microbatches: int) -> st.SearchStrategy[Drawn]:
     """Some parameters cut along any dimensions: sums that are cut are rounded otherwise."""
-    if program.ports(pfeife.Role.SIZE):
-        return exactly(lambda program: program)
 
     def sharded(drawn: tuple[int, dict[str, int]]) -> Drawn:
         members, dims = drawn

@@ -102,9 +102,8 @@ class CompiledStep:
         homes = residence().home if options.devices else None
         self.view = CaptureView(options.param_dtype, homes, options.devices or ())
         self.current: ContextVar[Invocation] = ContextVar(self.name)
-        # The caller's passes may look at shapes, and `shard` cuts no open ones.
-        fixed = options.passes or options.members > 1
-        dynamic = False if options.dynamic is None and fixed else options.dynamic
+        # The caller's passes may look at shapes.
+        dynamic = False if options.dynamic is None and options.passes else options.dynamic
         shared = self.view, self.cutter.said, dynamic, self._run, self.current
         doorway = Doorway(step, self.name, backend, *shared)
         self.by_dynamo, self.by_trace = DynamoDoor(doorway, seen), TraceDoor(doorway)

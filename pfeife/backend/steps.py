@@ -144,9 +144,7 @@ class Steps:
             words = show.who, self.name, took, self._summary(compiled)
             log.log(show.level, "%scompiled %s in %s: %s", *words)
             if not request.rank:
-                # With members every size is a program of its own.
-                opens = "" if options.members > 1 else ", or say dynamic=True where lengths do"
-                _warn_of_many(self.name, [*earlier, compiled.asked], opens)
+                _warn_of_many(self.name, [*earlier, compiled.asked])
         return results
 
     def _first(self, request: Request, key: tuple, logged: set[str], show: Shown) -> Compiled:
@@ -267,13 +265,13 @@ class Steps:
         return False
 
 
-def _warn_of_many(name: str, calls: Sequence[Mapping[str, str]], opens: str) -> None:
+def _warn_of_many(name: str, calls: Sequence[Mapping[str, str]]) -> None:
     """Where a step is built for so many calls, a person should know why."""
     if len(calls) == _MANY:
         log.warning(
             "%s is compiled for the third time: %s. Each time takes as long as the first: keep "
-            "alike what need not change%s",
-            *(name, "; ".join(map(changes, calls, calls[1:])), opens),
+            "alike what need not change, or say dynamic=True where lengths do",
+            *(name, "; ".join(map(changes, calls, calls[1:]))),
         )
 
 

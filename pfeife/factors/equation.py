@@ -1,6 +1,7 @@
 """An operation as an equation of factors: "b s h, o h -> b s o"."""
 
 import math
+import operator
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -8,10 +9,12 @@ import attrs
 import torch
 from torch import fx
 
+from pfeife import _torch
 from pfeife.factors.recipes import Recipe
-from pfeife.ir.nodes import operation_name, value_of
+from pfeife.ir.nodes import operation_name, sizes_of, value_of
 
 Label = Hashable
+Shape = tuple[_torch.Size, ...]  # sizes may be open: expressions
 Dims = tuple[tuple[Label, ...], ...]  # of a tensor: the factors of each dimension, the outer first
 _NONE: frozenset[Label] = frozenset()
 
@@ -44,7 +47,7 @@ class Equation:
     is `whole` has one of the `recipes` by which members do it together.
     """
 
-    sizes: Mapping[Label, int]
+    sizes: Mapping[Label, _torch.Size]
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
     whole: frozenset[Label] = _NONE
@@ -58,7 +61,8 @@ class Equation:
     def can_cut(self, label: Label, members: int) -> bool:
         """Whether every member can compute its part along a factor."""
         together = label not in self.whole or label in self.recipes
-        return together and self.sizes[label] % members == 0
+        size = self.sizes[label]
+        return together and isinstance(size, int) and size % members == 0
 
     def at(self, dims: Dims, place: Place) -> "tuple[Equation, Label] | None":
         """The factor that begins at a place of one of its tensors, and the equation that has it:
@@ -73,6 +77,8 @@ class Equation:
             size = self.sizes[label]
             if outer == place.before:
                 return self, label
+            if not isinstance(size, int):
+                return None
             first = place.before // outer
             if first < size and first * outer == place.before and size % first == 0:
                 return None if label in self.whole else (self._apart(label, first), (label, 1))
@@ -83,7 +89,7 @@ class Equation:
         """The equation in which a factor is two."""
         two = ((label, 0), (label, 1))
         sizes = {key: size for key, size in self.sizes.items() if key != label}
-        sizes |= dict(zip(two, (first, self.sizes[label] // first), strict=True))
+        sizes |= {two[0]: first, two[1]: _torch.quotient(self.sizes[label], first)}
 
         def taken_apart(tensors: tuple[Dims, ...]) -> tuple[Dims, ...]:
             return tuple(
@@ -104,11 +110,14 @@ class Equation:
         )
 
     def place(self, dims: Dims, label: Label) -> Place | None:
-        """Where a factor is in one of its tensors."""
+        """Where a factor is in one of its tensors. Raises NoRule where that depends on sizes that
+        are open."""
         for at, dim in enumerate(dims):
             if label in dim:
-                outer = dim[: dim.index(label)]
-                return Place(at, math.prod(self.sizes[key] for key in outer))
+                before = math.prod(self.sizes[key] for key in dim[: dim.index(label)])
+                if not isinstance(before, int):
+                    raise NoRule
+                return Place(at, before)
         return None
 
 
@@ -125,30 +134,40 @@ class Operation:
         return operation_name(self.node)
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         """The shape of its result, or of the first of several."""
         return self.results[0]
 
     @property
     def operands(self) -> list[fx.Node]:
         """The tensors that it reads, in the order of its arguments, each as often as it is read."""
-        nodes: list[fx.Node] = []
-        fx.node.map_arg((self.node.args, self.node.kwargs), nodes.append)
-        return nodes
+        return tensors_of(self.node)
 
     @property
-    def shapes(self) -> list[tuple[int, ...]]:
+    def shapes(self) -> list[Shape]:
         """Those of its operands."""
         return [shape_of(node) for node in self.operands]
 
     @property
-    def results(self) -> list[tuple[int, ...]]:
-        """The shapes of what it gives; () for what is no tensor."""
+    def results(self) -> list[Shape]:
+        """The shapes of what it gives; () for what is no tensor. Of several the sizes that are open
+        are known where somebody reads them."""
         value = self.node.meta.get("val")
-        values = value if isinstance(value, list | tuple) else [value]
-        return [tuple(each.shape) if isinstance(each, torch.Tensor) else () for each in values]
+        if not isinstance(value, list | tuple):
+            return [shape_of(self.node) if isinstance(value, torch.Tensor) else ()]
+        items = {user.args[1]: user for user in self.node.users if user.target is operator.getitem}
+        is_open = any("sizes" in read.meta for read in self.operands)
 
-    def shape_of(self, name: str) -> tuple[int, ...]:
+        def shape(at: int, value: Any) -> Shape:
+            if not isinstance(value, torch.Tensor):
+                return ()
+            if at in items:
+                return shape_of(items[at])
+            return (None,) * value.dim() if is_open else tuple(value.shape)
+
+        return [shape(at, each) for at, each in enumerate(value)]
+
+    def shape_of(self, name: str) -> Shape:
         """The shape of the operand with a name."""
         return shape_of(self.arguments[name])
 
@@ -156,15 +175,22 @@ class Operation:
 Rule = Callable[[Operation], Equation]
 
 
-def shape_of(node: Any) -> tuple[int, ...]:
+def shape_of(node: Any) -> Shape:
     """The shape of what a node computes. Raises NoRule for no tensor."""
-    value = value_of(node) if isinstance(node, fx.Node) else None
-    if value is None:
+    if not isinstance(node, fx.Node) or value_of(node) is None:
         raise NoRule
-    return tuple(value.shape)
+    return tuple(sizes_of(node))
 
 
-def labelled(labels: Iterable[Label], shape: Sequence[int]) -> Dims:
+def tensors_of(node: fx.Node) -> list[fx.Node]:
+    """What a node reads but for numbers, in the order of its arguments, each as often as it is
+    read."""
+    reads: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), reads.append)
+    return [read for read in reads if not isinstance(read.meta.get("val"), int | float | bool)]
+
+
+def labelled(labels: Iterable[Label], shape: Shape) -> Dims:
     """One factor for each dimension, none for those of size 1, along which it is broadcast."""
     pairs = zip(labels, shape, strict=True)
     return tuple((label,) if size != 1 else () for label, size in pairs)
@@ -181,13 +207,13 @@ def equation(
 
     What is not in a result is summed there, but for what is `whole`.
     """
-    sizes: dict[Label, int] = {}
+    sizes: dict[Label, _torch.Size] = {}
     shapes = [*operation.shapes, *operation.results[: len(results)]]
     for labels, dims in zip((*operands, *results), shapes, strict=True):
         if len(labels) != len(dims):
             raise NoRule
         for label, size in zip(labels, dims, strict=True):
-            if size != 1 and sizes.setdefault(label, size) != size:
+            if size not in (1, None) and sizes.setdefault(label, size) != size:
                 raise NoRule
     first = tuple(
         labelled(labels, dims) for labels, dims in zip(operands, operation.shapes, strict=True)

@@ -7,6 +7,7 @@ Parameters may be cut where they are told to be, and the batch along each of its
 there equations say how everything that is computed of them may be.
 """
 
+import contextlib
 import itertools
 import operator
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -16,11 +17,20 @@ import attrs
 import torch
 from torch import fx
 
-from pfeife.factors.equation import Dims, Equation, Label, NoRule, Place
+from pfeife.factors.equation import (
+    Dims,
+    Equation,
+    Label,
+    NoRule,
+    Place,
+    Shape,
+    shape_of,
+    tensors_of,
+)
 from pfeife.factors.rules import equation_of
 from pfeife.ir.members import addend, all_gather, all_reduce, all_to_all, part, reduce_scatter
 from pfeife.ir.nodes import is_source, operation_name
-from pfeife.ir.parts import Port, Role
+from pfeife.ir.parts import Role
 from pfeife.ir.program import Program
 from pfeife.ir.seeding import seeded
 
@@ -73,18 +83,18 @@ class Ways:
     ):
         self.members, self.parameters, self.free = members, parameters, free
         self.nodes = [node for node in program.module.graph.nodes if node.op != "output"]
-        self.reads = {node: _reads(node) for node in self.nodes}
+        self.reads = {node: tensors_of(node) for node in self.nodes}
         self.places: dict[fx.Node, dict[Place, None]] = {node: {} for node in self.nodes}
         self._equations = {node: _equation(node) for node in self.nodes if not is_source(node)}
         self._items: dict[Any, dict[Any, fx.Node]] = {}
-        batch = {port.name: port for port in program.ports(Role.BATCH)}
+        batch = {port.name for port in program.ports(Role.BATCH)}
         for node in self.nodes:
             if node.target is operator.getitem:
                 self._items.setdefault(node.args[0], {})[node.args[1]] = node
             elif node.name in parameters:
                 self.places[node] = dict.fromkeys(p for p in parameters[node.name] if p)
             elif node.name in batch:
-                self.places[node] = dict.fromkeys(dividing(batch[node.name], members))
+                self.places[node] = dict.fromkeys(dividing(shape_of(node), members))
         # From these on and back, until nothing is new: a product that is taken apart into heads
         # says so of the weight before it.
         todo = dict.fromkeys((*self.nodes, *reversed(self.nodes)))
@@ -176,7 +186,8 @@ class Ways:
             for start in _starts(equation, dims, place):
                 found = equation.at(dims, start)
                 if found is not None and found[0].can_cut(found[1], self.members):
-                    yield _along(*found)
+                    with contextlib.suppress(NoRule):  # open sizes say where a factor is
+                        yield _along(*found)
 
 
 def _starts(equation: Equation, dims: Dims, place: Place) -> Iterator[Place]:
@@ -185,7 +196,10 @@ def _starts(equation: Equation, dims: Dims, place: Place) -> Iterator[Place]:
     before = 1
     for label in dims[place.dim]:
         yield Place(place.dim, before)
-        before *= equation.sizes[label]
+        size = equation.sizes[label]
+        if not isinstance(size, int):
+            return
+        before *= size
 
 
 def _along(equation: Equation, label: Label) -> Way:
@@ -201,9 +215,10 @@ def _along(equation: Equation, label: Label) -> Way:
     return Way((*operands,), (*results,), equation=equation, label=label)
 
 
-def dividing(port: Port, members: int) -> list[Place]:
-    """The dimensions of a port's value that members divide."""
-    return [Place(dim) for dim, size in enumerate(port.shape) if size and size % members == 0]
+def dividing(shape: Shape, members: int) -> list[Place]:
+    """The dimensions that members divide, whatever the open sizes are."""
+    sizes = [size if isinstance(size, int) else 0 for size in shape]
+    return [Place(dim) for dim, size in enumerate(sizes) if size and size % members == 0]
 
 
 def _equation(node: fx.Node) -> Equation | None:
@@ -211,10 +226,3 @@ def _equation(node: fx.Node) -> Equation | None:
         return equation_of(node)
     except NoRule:
         return None
-
-
-def _reads(node: fx.Node) -> list[fx.Node]:
-    """The nodes that a node reads, in the order of its arguments, each as often as it is read."""
-    reads: list[fx.Node] = []
-    fx.node.map_arg((node.args, node.kwargs), reads.append)
-    return reads

@@ -176,10 +176,10 @@ class Each:
 
 def lockstep(module: fx.GraphModule, arguments: Sequence[Each]) -> Each:
     """What every member's run of a graph gives, node by node for all of them."""
-    return _Lockstep(module, len(arguments[0].values)).run(*arguments)
+    return Lockstep(module, len(arguments[0].values)).run(*arguments)
 
 
-class _Lockstep(fx.Interpreter):
+class Lockstep(fx.Interpreter):
     """Runs each node once for every member, and a collective once for all of them."""
 
     def __init__(self, module: fx.GraphModule, members: int):

@@ -8,13 +8,21 @@ import attrs
 import torch
 from torch import fx
 
-from pfeife.factors.equation import Equation, Label, Place
+from pfeife.factors.equation import Equation, Label, Place, tensors_of
 from pfeife.factors.recipes import Part
 from pfeife.factors.ways import SUM, Way, Where, move_of
 from pfeife.ir.copying import Copy
 from pfeife.ir.infer_values import settle
 from pfeife.ir.members import Split, part
-from pfeife.ir.nodes import bound, is_source, operation_name, returned, source_line, value_of
+from pfeife.ir.nodes import (
+    bound,
+    is_source,
+    operation_name,
+    returned,
+    sizes_of,
+    source_line,
+    value_of,
+)
 from pfeife.ir.parts import Port, Role
 from pfeife.ir.program import Program
 from pfeife.ir.seeding import seeded
@@ -123,15 +131,14 @@ class Member:
         self._stands(node, copy, places[index])
 
     def _in_its_way(self, node: fx.Node) -> None:
-        reads: list[fx.Node] = []
-        fx.node.map_arg((node.args, node.kwargs), reads.append)
-        way = self.ways[node]
+        reads, way = tensors_of(node), self.ways[node]
         if operation_name(node) in _BY_LAYOUT:
             for read in self.laid_out.intersection(reads):
                 self._as_it_lies(read, node)
-        wanted = iter(way.operands)
+        wanted, tensors = iter(way.operands), {*reads}
         args, kwargs = fx.node.map_arg(
-            (node.args, node.kwargs), lambda read: self._at(read, next(wanted))
+            (node.args, node.kwargs),
+            lambda read: self._at(read, next(wanted) if read in tensors else None),
         )
         if way.equation is not None and way.label is not None:
             self._cut(node, way.equation, way.label, way.results, args, kwargs)
@@ -174,15 +181,24 @@ class Member:
         assert (
             isinstance(value, fx.Node) and isinstance(p, float | int) and isinstance(place, Place)
         )
-        x, whole = self._at(value, place), value_of(value)
-        assert whole is not None
-        ones = self._make(node, aten.new_ones.default, x, [*whole.shape])
+        x = self._at(value, place)
+        ones = self._make(node, aten.new_ones.default, x, self._whole_sizes(value, x, place))
         draws = self._make(node, seeded, operation, index, self._at(seed, None), ones, p, *args)  # type: ignore[arg-type]
         mask = self._make(node, operator.getitem, draws, 1)
         mask = self._make(node, part, mask, *attrs.astuple(place), self.members)
         kept = self._make(node, aten.mul.Tensor, x, mask)
         scaled = self._make(node, aten.mul.Scalar, kept, 1 / (1 - p))
         self.places[node], self.items[node] = (place, place), (scaled, mask)
+
+    def _whole_sizes(self, node: fx.Node, copy: fx.Node, place: Place) -> list[Any]:
+        """Those of a value of which a member has a part; of open ones, by what it has."""
+        sizes: list[Any] = [*sizes_of(node)]
+        for dim, size in enumerate(sizes):
+            if not isinstance(size, int):
+                own = self._make(node, aten.sym_size.int, copy, dim)
+                is_cut = dim == place.dim
+                sizes[dim] = self._make(node, operator.mul, own, self.members) if is_cut else own
+        return sizes
 
     def _cut(
         self,
@@ -227,18 +243,27 @@ class Member:
         """The arguments, of which some may be sizes of the result: those of a member's part."""
         local: dict[str, Any] = {}
         place = equation.place(equation.results[0], label)
-        value = value_of(node)
-        if equation.shape is not None and value is not None and place is not None:
-            split = Split(place.dim, self.members, place.before)
-            local[equation.shape] = [*split.local(value.shape)]
+        given = _named(node, args, kwargs)
+        if equation.shape is not None and place is not None:
+            sizes = [*given[equation.shape]]
+            sizes[place.dim] = self._share(node, sizes[place.dim])
+            local[equation.shape] = sizes
         for name, counted in equation.counts.items():
-            size = _named(node, args, kwargs)[name]
             if counted == label:
+                size = given[name]
                 many = isinstance(size, list | tuple)
-                local[name] = [n // self.members for n in size] if many else size // self.members
+                local[name] = (
+                    [self._share(node, n) for n in size] if many else self._share(node, size)
+                )
         names = _names(node)
         args = tuple(local.get(name, value) for name, value in zip(names, args, strict=False))
         return args, {name: local.get(name, value) for name, value in kwargs.items()}
+
+    def _share(self, node: fx.Node, size: Any) -> Any:
+        """A member's share of a size, which may be computed; -1 is what is left."""
+        if isinstance(size, fx.Node):
+            return self._make(node, operator.floordiv, size, self.members)
+        return size if size == -1 else size // self.members
 
     def _at(self, node: fx.Node, place: Where) -> fx.Node:
         """A value where it is wanted."""

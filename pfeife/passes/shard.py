@@ -51,8 +51,7 @@ def shard(
     each member keeps about as many bytes.
 
     Raises ValueError for a pattern that no parameter has, a dimension that is not there or that
-    `members` does not divide, an operation without a rule, open sizes, and a program that is not
-    flat.
+    `members` does not divide, an operation without a rule, and a program that is not flat.
 
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
     >>> flat = pfeife.capture(lambda x: net(x).mean(), torch.ones(2, 4))
@@ -64,11 +63,6 @@ def shard(
     def run(program: Program) -> Program:
         if program.calls or program.members > 1:
             raise ValueError("shard: the program is fused or sharded already; shard a flat one")
-        if program.ports(Role.SIZE):
-            raise ValueError(
-                "shard: the program has open sizes; capture it with dynamic=False, by "
-                "pfeife.compile(step, dynamic=False) and not by torch.compile's name"
-            )
         ports = program.ports(Role.PARAMETER)
         wanted = _by_kind(ports) if placements == "auto" else _by_name(ports, placements)
         places = {port.name: _places(port, wanted[port.name], members) for port in ports}
@@ -151,7 +145,7 @@ def _places(port: Port, wanted: Place | str | None, members: int) -> tuple[Place
     if wanted is None:
         return (None,)
     if isinstance(wanted, str):
-        dims = dividing(port, members)
+        dims = dividing(port.shape, members)
         return (*dims,) if dims and wanted == "cut" else (None, *dims)
     rank = len(port.shape)
     if not -rank <= wanted.dim < rank:

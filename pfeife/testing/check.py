@@ -12,9 +12,10 @@ from pfeife.ir.combine import combined
 from pfeife.ir.digest import fingerprint
 from pfeife.ir.evaluate import Result, State, as_computed, evaluate
 from pfeife.ir.infer_values import settle
+from pfeife.ir.members import Each, Lockstep
 from pfeife.ir.microbatch import named_batch, step_inputs
 from pfeife.ir.nodes import is_sized_by_data, value_of
-from pfeife.ir.parts import STATE_ROLES, Role
+from pfeife.ir.parts import STATE_ROLES, Port, Role
 from pfeife.ir.program import Program
 from pfeife.ir.sizes import numbers_of_sizes, resized
 from pfeife.ir.verify import verify
@@ -69,30 +70,36 @@ def _check_shapes(program: Program, state: State, microbatch: Any) -> None:
     values |= step_inputs(program, batch, 0, 0, tangents)
     values |= {port.name: tangents[port.fqn] for port in ports}
     resized_program = resized(program, sizes)
+    inputs = [Each(_of_members(program, port, values[port.name])) for port in program.inputs]
     with torch.no_grad():
-        shapes = _Shapes(resized_program, resized_program.module)
-        shapes.run(*(values[port.name] for port in program.inputs))
+        _Shapes(resized_program, resized_program.module).run(*inputs)
 
 
-class _Shapes(fx.Interpreter):
+def _of_members(program: Program, port: Port, value: Any) -> tuple[Any, ...]:
+    """What each member has of a value."""
+    return (value,) * program.members if port.split is None else (*port.split.parts(value),)
+
+
+class _Shapes(Lockstep):
     """Runs a graph of a program, and the bodies that it calls, and compares shapes with those of
     fake values, and numbers of sizes with those that nodes have."""
 
-    def __init__(self, program: Program, module: nn.Module):
-        super().__init__(module)
+    def __init__(self, program: Program, module: fx.GraphModule):
+        super().__init__(module, program.members)
         self.program = program
         self.numbers = numbers_of_sizes(program, self.graph, of_tensors=True)
 
     def run_node(self, n: fx.Node) -> Any:
-        value, expected = super().run_node(n), value_of(n)
-        if n.name in self.numbers:
-            assert value == n.meta["val"], f"{n.name} is {value}, and said to be {n.meta['val']}"
-        if expected is not None and not is_sized_by_data(n):
-            shape, expected_shape = list(value.shape), list(expected.shape)
-            assert shape == expected_shape, (
-                f"{n.name} is {shape}, and its sizes say {expected_shape}"
-            )
-        return value
+        every, expected = super().run_node(n), value_of(n)
+        for value in every.values:
+            if n.name in self.numbers:
+                assert value == n.meta["val"], f"{n.name} is {value}, not {n.meta['val']}"
+            if expected is not None and not is_sized_by_data(n):
+                shape, expected_shape = list(value.shape), list(expected.shape)
+                assert shape == expected_shape, (
+                    f"{n.name} is {shape}, and its sizes say {expected_shape}"
+                )
+        return every
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         return _Shapes(self.program, self.fetch_attr(target)).run(*args)

@@ -365,6 +365,31 @@ def averages_and_writes_over_members() -> None:
     loop.train()
 
 
+@row(ranks=(2, 4))
+def lengths_over_members() -> None:
+    """Two programs serve all of them: the second one leaves the length open."""
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    loop = Loop(sgd, parallel="auto", schedule="zb-h1")
+    for length in (6, 9, 7, 12, 6, 5):
+        loop.tokens = torch.randint(24, (8, length))
+        loop.train(1)
+    assert len(loop.step.backend.compiled) == 2
+
+
+@row(ranks=(2,))
+def members_by_the_name_of_the_backend() -> None:
+    torch.manual_seed(0)
+    model = Words(dropout=0.0).double()
+    plain = copy.deepcopy(model)
+    options = {"members": 2, "microbatches": 2}
+    step = torch.compile(model, backend="pfeife", options=options, dynamic=True)
+    batches = [torch.randint(24, (8, length)) for length in (6, 9, 7)]
+    torch.testing.assert_close(
+        [*trained(step, model, batches)], [*trained(plain, plain, batches)], rtol=1e-12, atol=0
+    )
+    alike(model, plain)
+
+
 @row(ranks=(2,))
 def steps_that_cut_otherwise() -> None:
     """One parameter is whole on one member, and so for all steps."""

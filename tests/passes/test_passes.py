@@ -60,9 +60,10 @@ def test_random_programs_for_members(data):
     check_random(data, net, lambda x: net(x).square().mean(), [microbatches], members=True)
 
 
+@pytest.mark.parametrize("members", [False, True])
 @random_cases(12)
 @given(st.data())
-def test_random_programs_of_open_sizes(data):
+def test_random_programs_of_open_sizes(members, data):
     """Of any number of rows, and of any length of these."""
     net, count = data.draw(nets()), data.draw(st.integers(1, 4))
     steps = [
@@ -74,7 +75,7 @@ def test_random_programs_of_open_sizes(data):
     def step(x):
         return net(x.flatten(0, 1)).unflatten(0, x.shape[:2]).mean(1).square().mean() * x.shape[1]
 
-    check_random(data, net, step, steps)
+    check_random(data, net, step, steps, members)
 
 
 def check_random(data, net, step, steps, members=False):

@@ -19,7 +19,7 @@ from torch import fx
 
 from pfeife.ir.copying import Copy, copied
 from pfeife.ir.members import ALONE, MEANING, Split, all_to_all, messages, reduce_scatter, reduced
-from pfeife.ir.nodes import value_of
+from pfeife.ir.nodes import sizes_of, value_of
 from pfeife.runtime.distributed.links.connection import Connection
 
 
@@ -53,13 +53,18 @@ class Collectives:
 
         expected = value_of(node.all_input_nodes[0])
         assert expected is not None
-        kind = expected.dtype, expected.shape
+        dtype, sizes = expected.dtype, sizes_of(node.all_input_nodes[0])
 
         def collective(value: torch.Tensor, *rest: Any) -> torch.Tensor:
-            # Gloo would end the process of a member that is sent more than it waits for.
-            if (value.dtype, value.shape) != kind:
+            # Gloo would end the process of a member that is sent more than it waits for. Sizes that
+            # are open are those of the call, about which ranks have agreed.
+            known = [
+                n for n, size in zip(value.shape, sizes, strict=False) if isinstance(size, int)
+            ]
+            closed = [size for size in sizes if isinstance(size, int)]
+            if value.dtype != dtype or value.dim() != len(sizes) or known != closed:
                 raise ValueError(
-                    f"{target.__name__}: the program has {kind[0]} {list(kind[1])} here, "
+                    f"{target.__name__}: the program has {dtype} {list(sizes)} here, "
                     f"this is {value.dtype} {list(value.shape)}"
                 )
             return self._run(target, value, *rest)
