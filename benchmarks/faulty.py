@@ -14,7 +14,7 @@ from torch import fx, nn
 import pfeife
 from pfeife import sched
 from pfeife.data.schedule import Action, Schedule
-from pfeife.ir.members import MEANING, member, part
+from pfeife.ir.members import ALONE, MEANING
 from pfeife.ir.parts import Role
 from pfeife.ir.program import Program
 from pfeife.lowering.envelope import APART
@@ -172,7 +172,7 @@ class Case:
             if port.keeper is not None and owner(program, port) == self._place(rank)
         ]
         nodes = [node for action in self.actions(rank) for node in self._nodes(action)]
-        told = MEANING.keys() - {member, part}
+        told = MEANING.keys() - ALONE
         return 2 * len(kept) + sum(node.target in told for node in nodes)
 
     def _nodes(self, action: Action) -> list[fx.Node]:

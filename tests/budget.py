@@ -26,7 +26,7 @@ BUDGET = {
     "compilers": 360,
     "cost": 860,
     "data": 1220,
-    "factors": 690,
+    "factors": 710,
     "frontend": 1640,
     "frontend/cache": 450,
     "frontend/checks": 790,

@@ -26,10 +26,11 @@ from pfeife.factors.equation import (
     Operation,
     Rule,
     equation,
+    shape_of,
 )
 from pfeife.factors.recipes import Recipe
 from pfeife.factors.views import reshaped
-from pfeife.ir.nodes import bound
+from pfeife.ir.nodes import bound, value_of
 from pfeife.ir.seeding import seeded
 
 aten = torch.ops.aten
@@ -263,21 +264,48 @@ def _count(operation: Operation, *names: str) -> int:
     return sum(isinstance(operation.arguments.get(name), fx.Node) for name in names)
 
 
+# Attention's operands by their names in the schemas: rows, heads, queries, keys, and their sizes.
+_ATTENTION = {
+    **{"query": "bhsd", "key": "bhtd", "value": "bhtv", "out": "bhsv"},
+    **dict.fromkeys(("grad_out", "grad_out_"), "bhsv"),
+    **dict.fromkeys(("attn_mask", "attn_bias"), "bhst"),
+}
+
+
 def attended(operation: Operation) -> Equation:
-    """Attention: each row and each head by itself."""
-    queries = operation.shape_of("query")
-    if len(queries) != 4 or operation.arguments["dropout_p"]:
+    """Attention: each row, each head and, unless it is causal or padded, each query by itself, by
+    several of torch's kernels. What a dropout would draw with counts for nothing where there is
+    none."""
+    if len(operation.shape_of("query")) != 4 or operation.arguments["dropout_p"]:
         raise NoRule
-    mask = operation.arguments.get("attn_mask")
-    q, k, v, statistics = "bhsd", "bhtd", "bhtv", "bhs"
-    if operation.name.endswith("backward"):
-        operands = ["bhsv", q, k, v, "bhsv", statistics]
-        results = [q, k, v]
-    else:
-        operands, results = [q, k, v], ["bhsv", statistics]
-    if mask is not None:
-        operands.append("bhst"[4 - len(operation.shape_of("attn_mask")) :])
-    return equation(operation, operands, results, whole="stdv")
+    is_padded, is_backward = "efficient" in operation.name, "backward" in operation.name
+    saved = "bhp" if is_padded else "bhs"
+    named = [(n, v) for n, v in operation.arguments.items() if isinstance(v, fx.Node)]
+    operands = [
+        saved if "sumexp" in name else _of_attention(name, len(shape_of(node)))
+        for name, node in named
+        if value_of(node) is not None
+    ]
+    known = ["bhsd", "bhtd", "bhtv"] if is_backward else ["bhsv", saved]
+    drawn = operation.results[len(known) :]
+    results = [*known, *(_drawn(at, len(shape)) for at, shape in enumerate(drawn))]
+    queries = "s" if operation.arguments["is_causal"] or is_padded else ""
+    others = {label for labels in (*operands, *results) for label in labels} - {*"bhs"}
+    rule = equation(operation, operands, results, whole=[*others, *queries])
+    sums = (*rule.sums[: len(known)], *[frozenset[Label]()] * len(drawn))
+    counts = {"max_q": "s"} if "max_q" in operation.arguments else {}
+    return attrs.evolve(rule, sums=sums, counts=counts)
+
+
+def _of_attention(name: str, rank: int) -> Sequence[Label]:
+    """The labels of an operand; a mask may have fewer dimensions, from the last one on."""
+    labels = _ATTENTION.get(name)
+    return _drawn(name, rank) if labels is None else labels[len(labels) - rank :]
+
+
+def _drawn(name: Label, rank: int) -> Sequence[Label]:
+    """Of the state of a generator: dimensions that nothing else has."""
+    return [("drawn", name, dim) for dim in range(rank)]
 
 
 def _table(names: str, rule: Rule) -> Mapping[str, Rule]:
@@ -317,8 +345,11 @@ RULES: Mapping[str, Rule] = {
     **_table("native_layer_norm _fused_rms_norm", normalised),
     **_table("native_layer_norm_backward", normalised_backward),
     **_table(
-        "_scaled_dot_product_flash_attention_for_cpu "
-        "_scaled_dot_product_flash_attention_for_cpu_backward",
+        " ".join(
+            f"_scaled_dot_product_{kernel}_attention{more}"
+            for kernel, last in (("flash", "_for_cpu"), ("flash", ""), ("efficient", ""))
+            for more in (last, f"{last}_backward")
+        ),
         attended,
     ),
 }

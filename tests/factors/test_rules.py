@@ -10,6 +10,7 @@ from torch import nn
 
 import pfeife
 from pfeife.factors.equation import Place
+from pfeife.factors.rules import equation_of
 from pfeife.passes.shard import shard
 from pfeife.testing import check_pass
 
@@ -55,6 +56,16 @@ OPERATIONS = {
         lambda a, b, c: F.scaled_dot_product_attention(a, b, c, is_causal=True).square(),
         *[(2, 4, 6, 2)] * 3,
     ),
+    "attention of all": (
+        lambda a, b, c: F.scaled_dot_product_attention(a, b, c).square(),
+        *((2, 4, 6, 2), (2, 4, 4, 2), (2, 4, 4, 2)),
+    ),
+    "masked attention": (
+        lambda a, b, c: F.scaled_dot_product_attention(
+            *(a, b, c), attn_mask=torch.arange(24.0).view(6, 4).sin()
+        ).square(),
+        *((2, 4, 6, 2), (2, 4, 4, 2), (2, 4, 4, 2)),
+    ),
     "dropout": (lambda a: F.dropout(a, 0.5).square(), (4, 6)),
 }
 
@@ -88,3 +99,24 @@ def test_an_operation(name, at, dim):
         if shapes[at][dim] % (members * before) == 0:
             cut = shard({f"operands.{at}": Place(dim, before)}, members)
             check_pass(cut, program, state, [x], rounding=None, within=1e-13)
+
+
+@pytest.mark.parametrize("kernel", ["flash", "efficient"])
+def test_attention_of_gpus_is_cut_by_heads(kernel):
+    """Its kernels run nowhere here: their equations alone. A mask takes the second one, which pads
+    what it saves."""
+    shape, mask = (2, 4, 100, 64), torch.ones(1, 1, 100, 100, dtype=torch.bfloat16)
+    q, k, v = (torch.ones(shape, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    masked = {"attn_mask": mask} if kernel == "efficient" else {"is_causal": True}
+
+    def step(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, **masked).float().square().mean()
+
+    moved = pfeife.move_to_device("cuda")(pfeife.capture(step, q, k, v))
+    nodes = [n for n in moved.module.graph.nodes if f"{kernel}_attention" in str(n.target)]
+    assert len(nodes) == 2
+    for node in nodes:
+        rule = equation_of(node)
+        heads = [rule.place(dims, "h") for dims in (*rule.operands, *rule.results) if len(dims) > 2]
+        assert {*heads} <= {Place(1), None} and heads.count(Place(1)) >= 5
+        assert rule.can_cut("h", 4) and not any(rule.sums)

@@ -10,8 +10,14 @@ import pfeife
 from pfeife.cost import estimate, machine
 from pfeife.cost.estimate import member_prices, node_seconds
 from pfeife.factors import Place
+from pfeife.ir.nodes import node_bytes
+from pfeife.passes.member_ways import Prices
+from pfeife.testing import check_pass
 
 H100 = machine("h100-sxm")
+QUICK_TO_SEND = Prices(
+    compute=lambda node: float(node_bytes(node) + 1), send=lambda size: 1e-2 * size, copy=float
+)
 
 
 class Block(nn.Module):
@@ -105,3 +111,22 @@ def test_the_numbers_are_those_of_one_device(shape, members):
     torch.testing.assert_close(parts.loss, whole.loss, rtol=1e-13, atol=0)
     torch.testing.assert_close(parts.gradients, whole.gradients, rtol=1e-9, atol=1e-15)
     assert estimate(pfeife.fuse()(local), H100).seconds
+
+
+def test_long_sequences_are_cut_through_attention():
+    """Keys and values are gathered, and their gradients scattered; nothing else is large."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(8, 24).double(), torch.randn(1, 1, 256, 8).double()
+
+    def step(x):
+        q, k, v = layer(x).chunk(3, -1)
+        return (x + F.scaled_dot_product_attention(q, k, v)).square().mean()
+
+    flat = pfeife.capture(step, x)
+    local = check_pass(
+        *(pfeife.shard({}, 4, prices=QUICK_TO_SEND), flat, pfeife.state_of(flat, layer), [x]),
+        rounding=None,
+        within=1e-12,
+    )
+    told = collectives(local)
+    assert told["reduce_scatter"] == 2 and told["all_gather"] >= 2
