@@ -3,21 +3,22 @@
     python benchmarks/sharded_models.py                        all models, half an hour
     python benchmarks/sharded_models.py --only 'gpt2|unet' --members 4 --json out.json
 
-Needs what `coverage.py` needs. Each model's step is captured, `best_placements` cuts its parameters
-(every matrix that can be), `shard` the rest, and `evaluate` runs all members in lockstep, beside
-the program that was captured: in float64 where the model has no float32 of its own. Compared are
+Needs what `coverage.py` needs. Each model's step is captured, `shard` cuts its parameters (every
+matrix that can be) and all else, and `evaluate` runs all members in lockstep, beside the program
+that was captured: in float64 where the model has no float32 of its own. Compared are
 the loss, gradients and buffers of two microbatches. A model is right within rounding (1e-7 of the
 value's size, of chains of batch norms over two rows, 1e-4 in float32; what is a thousandth of the
-largest of its kind is as exact as that). What `capture` refuses is not counted, nor a step that
-reaches its model by names which the model itself does not have.
+largest of its kind is as exact as that). What `capture` refuses is not counted, nor a step whose
+state is found neither in its model nor in what it closes over.
 """
 
 import argparse
+import inspect
 import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ import torch
 from coverage import every, prepare
 from coverage_case import ROUNDING, SMALL, built, cut, drawn, seed, text
 from coverage_models.example import Example
+from torch import nn
 from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
@@ -35,6 +37,7 @@ from pfeife.cost import machine
 from pfeife.cost.estimate import member_prices
 from pfeife.ir.evaluate import Result, State
 from pfeife.ir.members import MEANING
+from pfeife.ir.parts import STATE_ROLES
 
 
 def examined(family: str, name: str, out: Path, members: int) -> None:
@@ -81,8 +84,34 @@ def _whole(
     microbatches = pytree.tree_map(cast, cut(example, drawn(example, 0))[:2])
     seed(7)
     flat = pfeife.capture(example.step, *microbatches[0])
-    state = pfeife.state_of(flat, example.model)
+    state = _state(flat, example)
     return flat, state, microbatches, pfeife.evaluate(flat, state, microbatches, seed=7)
+
+
+def _state(flat: pfeife.Program, example: Example) -> State:
+    """The state of a program, by the names of the model or of what the step closes over."""
+    try:
+        return pfeife.state_of(flat, example.model)
+    except ValueError as error:
+        variables = inspect.getclosurevars(example.step)
+        scope = {**variables.globals, **variables.nonlocals}
+        ports = flat.ports(*STATE_ROLES)
+        state = {port.fqn: _reached(scope, port.fqn.split(".")) for port in ports}
+        if not all(map(_is_tensor, state.values())):
+            raise error
+        return {name: value.detach() for name, value in state.items()}
+
+
+def _reached(value: Any, path: Sequence[str]) -> Any:
+    """What is found at a path of attributes, keys and numbers, None if nothing is."""
+    for name in path:
+        if isinstance(value, Mapping):
+            value = value.get(name)
+        elif isinstance(value, list | tuple | nn.ModuleList | nn.Sequential) and name.isdigit():
+            value = value[int(name)]
+        else:
+            value = getattr(value, name, None)
+    return value
 
 
 def _is_tensor(value: Any) -> bool:

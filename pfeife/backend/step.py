@@ -33,6 +33,7 @@ from pfeife.frontend.captured import Door, neither, taken
 from pfeife.frontend.checks.capture_view import CaptureView
 from pfeife.frontend.dynamo import plain_error
 from pfeife.runtime.distributed.batches.rank_zero import CallOfRankZero, Sent
+from pfeife.runtime.distributed.parallelised import with_cuts
 from pfeife.runtime.distributed.process_group import join_world, world_so_far
 from pfeife.runtime.distributed.world import World
 from pfeife.runtime.distributed.wrapped import check_alone
@@ -68,7 +69,7 @@ def compile(step: Callable[P, R], **options: Any) -> PipelinedStep[P, R]:
     if any(is_one(function_of(step)) for is_one in kinds):
         name = function_of(step).__qualname__
         raise ValueError(f"{name} is a generator or async: a step returns its results")
-    compiler = backend(**options)
+    compiler = backend(**with_cuts(options, modules_of(step)))
     return PipelinedStep(step, CompiledStep(step, compiler.options.in_dims, compiler), compiler)
 
 

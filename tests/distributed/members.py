@@ -12,7 +12,12 @@ import torch.nn.functional as F
 from rows import row
 from torch import fx, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import pfeife
 from pfeife import sched
@@ -388,6 +393,38 @@ def members_by_the_name_of_the_backend() -> None:
         [*trained(step, model, batches)], [*trained(plain, plain, batches)], rtol=1e-12, atol=0
     )
     alike(model, plain)
+
+
+@row(ranks=(2, 4))
+def a_model_that_torch_has_cut() -> None:
+    """Its DTensors are whole again, and cut as they were; who had them before is told."""
+    stages = int(os.environ["WORLD_SIZE"]) // 2
+    mesh = init_device_mesh("cpu", (stages, 2), mesh_dim_names=("pp", "tp"))
+    torch.manual_seed(0)
+    plain = Words(dropout=0.0).double()
+    styles = {
+        **{"words": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel()},
+        **{"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()},
+    }
+    batches = [torch.randint(24, (8, 6)) for _ in range(3)]
+    model = parallelize_module(copy.deepcopy(plain), mesh["tp"], styles)
+    step = pfeife.compile(lambda tokens: model(tokens), microbatches=4, schedule="1f1b")
+    torch.testing.assert_close(
+        [*trained(step, model, batches)], [*trained(plain, plain, batches)], rtol=1e-12, atol=0
+    )
+    alike(model, plain)
+    (compiled,) = step.backend.compiled
+    splits = {port.fqn: port.split for port in compiled.program.ports(pfeife.Role.PARAMETER)}
+    assert splits["blocks.0.up.weight"].dim == 0 and splits["blocks.1.down.weight"].dim == 1
+
+    model = parallelize_module(copy.deepcopy(plain), mesh["tp"], styles)
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(ValueError, match="something still has it as it was, as an optimizer"):
+        pfeife.compile(lambda tokens: model(tokens), microbatches=4)
+    assert optimizer
+    model = parallelize_module(copy.deepcopy(plain), mesh["tp"], styles)
+    with pytest.raises(ValueError, match=r"members=4: the model is cut already, over 2 ranks"):
+        pfeife.compile(lambda tokens: model(tokens), microbatches=4, members=4)
 
 
 @row(ranks=(2,))

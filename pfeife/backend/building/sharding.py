@@ -67,7 +67,12 @@ def _placements(task: Task, captured: Captured) -> dict[str, int | Place]:
     # What the step calls a parameter depends on how it reaches the model: the tensor is the same.
     roots = nn.ModuleList(task.graph.inputs.modules)
     tensors = dict(roots.named_parameters(remove_duplicate=False))
-    dims = {id(tensors[name]): dim for name, dim in placements(roots, plan).items()}
+    dims: dict[int, int | Place] = {
+        id(tensors[name]): dim for name, dim in placements(roots, plan).items()
+    }
+    for root in roots:
+        own = dict(root.named_parameters(remove_duplicate=False))
+        dims |= {id(own[name]): by_name.pop(name) for name in by_name.keys() & own.keys()}
     slots, ports = task.slots(captured), captured.program.ports(Role.PARAMETER)
     planned = {port.fqn: dims[id(t)] for port in ports if id(t := slots[port.name]) in dims}
     return {**by_name, **planned}

@@ -1,0 +1,121 @@
+"""Models that torch's `parallelize_module`, or Hugging Face's `tp_plan`, has cut over ranks."""
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pfeife.factors import Place
+
+_THEIRS = ("torch.distributed.tensor.", "transformers.distributed.")
+
+
+def made_whole(models: Iterable[nn.Module]) -> tuple[int, dict[str, Place]]:
+    """Makes models whole again, in place, of which each rank has parts (collective); over how many
+    ranks they were cut, 1 for none, and where their parameters were, by names.
+
+    What told parts between modules is gone, for it follows from the parameters. Raises ValueError
+    for what is cut over several dimensions of ranks, or is a sum of parts, and if somebody else has
+    the parameters that were: an optimizer would go on with these.
+    """
+    from torch.distributed.tensor import DTensor  # takes half a second, and few need it
+
+    members, places = 1, dict[str, Place]()
+    for model in models:
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        cut = {name: tensor for name, tensor in tensors if isinstance(tensor, DTensor)}
+        del tensors
+        where = {name: _cut(name, cut[name]) for name in cut}
+        members = max([members, *(size for size, _ in where.values())])
+        places |= {name: place for name, (_, place) in where.items() if place is not None}
+        if cut:
+            _replace(model, cut)
+    return members, places
+
+
+def _replace(model: nn.Module, cut: dict[str, Any]) -> None:
+    """Puts whole tensors in the place of those with these names, which are forgotten."""
+    whole = {id(tensor): _whole(tensor) for tensor in cut.values()}
+    for module in model.modules():
+        _leave(module)
+        kinds: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for own in kinds:
+            for name in [name for name, tensor in own.items() if id(tensor) in whole]:
+                own[name] = whole[id(own[name])]
+    while cut:
+        name, tensor = cut.popitem()
+        if sys.getrefcount(tensor) > 2:  # by this function and the call
+            raise ValueError(
+                f"{name} was cut over ranks, and something still has it as it was, as an optimizer "
+                "does that was made before: call pfeife.compile first, and make optimizers then"
+            )
+
+
+def _cut(name: str, tensor: Any) -> tuple[int, Place | None]:
+    """Over how many ranks a DTensor is cut, and where, None if each has the whole of it."""
+    pairs = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    cuts = [(placement, size) for placement, size in pairs if not placement.is_replicate()]
+    if not cuts:
+        return 1, None
+    (placement, size), *more = cuts
+    if more or not hasattr(placement, "dim"):
+        raise ValueError(
+            f"{name} is a DTensor of {list(tensor.placements)}: pfeife takes models that are cut "
+            "along one dimension over one dimension of ranks; leave the others out (replicas= and "
+            "data_parallel= do it for pipelines)"
+        )
+    # torch cuts products of several in blocks, as of queries and keys, by a class of its own.
+    return size, Place(placement.dim, getattr(placement, "split_factor", 1))
+
+
+def _whole(tensor: Any) -> torch.Tensor:
+    """A plain tensor of all values."""
+    whole: torch.Tensor = tensor.detach().full_tensor()
+    if not isinstance(tensor, nn.Parameter):
+        return whole
+    return nn.Parameter(whole, requires_grad=tensor.requires_grad)
+
+
+def _leave(module: nn.Module) -> None:
+    """Takes the hooks away, and the forwards, that turn tensors into parts and back."""
+    kinds: tuple[dict[int, Any], ...] = (module._forward_pre_hooks, module._forward_hooks)
+    for hooks in kinds:
+        for number, hook in list(hooks.items()):
+            if _is_theirs(hook):
+                for others in (hooks, *_flags(module)):
+                    others.pop(number, None)
+    if _is_theirs(vars(module).get("forward")):
+        del module.forward
+
+
+def _flags(module: nn.Module) -> Iterable[dict[int, Any]]:
+    """What torch notes of hooks beside them."""
+    return (
+        module._forward_pre_hooks_with_kwargs,
+        module._forward_hooks_with_kwargs,
+        module._forward_hooks_always_called,
+    )
+
+
+def _is_theirs(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).startswith(_THEIRS)
+
+
+def with_cuts(options: Mapping[str, Any], models: Iterable[nn.Module]) -> Mapping[str, Any]:
+    """The options of a step whose models are cut already: over so many members, and so. Raises
+    ValueError for other ones."""
+    if not dist.is_available() or not dist.is_initialized():
+        return options
+    members, places = made_whole(models)
+    if members == 1:
+        return options
+    for name, value in {"members": members, "parallel": places}.items():
+        if options.get(name, value) != value:
+            raise ValueError(
+                f"option {name}={options[name]!r}: the model is cut already, over {members} "
+                f"ranks; leave {name} out"
+            )
+    return {**options, "members": members, "parallel": places}
