@@ -40,7 +40,7 @@ BUDGET = {
     "report": 840,
     "report/page": 780,
     "runtime": 840,
-    "runtime/distributed": 1000,
+    "runtime/distributed": 1080,
     "runtime/distributed/batches": 270,
     "runtime/distributed/links": 540,
     "runtime/distributed/liveness": 500,

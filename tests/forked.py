@@ -89,6 +89,7 @@ class Launch:
         self.agent = Agent() if agent else None
         environment = {
             "WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(size),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self.agent.port if self.agent else _free_port()),
             "TORCHELASTIC_USE_AGENT_STORE": str(agent),

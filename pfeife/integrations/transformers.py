@@ -8,9 +8,11 @@ The script is otherwise as it was, and runs in one process and under torchrun: t
 checkpoints and the model are those of one device, with one device's arguments.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from pfeife.backend.settings.options import Options
 from pfeife.backend.settings.options_typed import with_more_options
@@ -18,6 +20,7 @@ from pfeife.backend.state.full import full_state_dict
 from pfeife.backend.step import compile as pipeline
 from pfeife.integrations.accelerate import joined
 from pfeife.integrations.together import together
+from pfeife.runtime.distributed.parallelised import with_cuts
 
 if TYPE_CHECKING:
     Base = Any
@@ -33,7 +36,8 @@ def pipelined(trainer: type, **options: Any) -> type:
     `compute_loss` is what is captured: the model's own loss, label smoothing, `compute_loss_func`
     or an override; evaluation and prediction go through the pipeline too. `args` mean what they
     mean on one device: `per_device_train_batch_size` is the batch of the whole pipeline, which is
-    cut into `microbatches`, and every rank reads all data. Making the Trainer raises ValueError for
+    cut into `microbatches`, and every rank reads all data. A model that was loaded with `tp_plan`
+    is cut so. Making the Trainer raises ValueError for
     arguments under which something else compiles or distributes the model. Raises ValueError for a
     Trainer of trl whose loss is trl's own.
     """
@@ -50,14 +54,22 @@ def pipelined(trainer: type, **options: Any) -> type:
 class _Pipelined(Base):
     """What differs from a Trainer; stands before it, so that its `super()` is the Trainer."""
 
-    pfeife_options: dict[str, Any]
+    pfeife_options: Mapping[str, Any]
 
     def __init__(self, *args: Any, **kwargs: Any):
+        model: Any = kwargs.get("model", args[0] if args else None)
+        options = self.pfeife_options
+        if isinstance(model, nn.Module):
+            options = with_cuts(options, [model])
+        if options is not self.pfeife_options:
+            # Else the Trainer takes its parameters for parts, whose gradients it would add up.
+            model._tp_size = None
         super().__init__(*args, **kwargs)
-        options: dict[str, Any] = {"loss": "loss", **self.pfeife_options}
-        self._training = pipeline(self._loss, **self.pfeife_options)
-        self._evaluation = pipeline(self._loss_and_outputs, **options)
-        self._prediction = pipeline(self._outputs, **self.pfeife_options)
+        if options is not self.pfeife_options:
+            self.is_distributed_loading_by_transformers = False
+        self._training = pipeline(self._loss, **options)
+        self._evaluation = pipeline(self._loss_and_outputs, **{"loss": "loss", **options})
+        self._prediction = pipeline(self._outputs, **options)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()

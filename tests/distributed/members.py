@@ -4,6 +4,7 @@ lockstep."""
 import copy
 import functools
 import os
+import tempfile
 
 import pytest
 import torch
@@ -18,12 +19,15 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers.distributed import DistributedConfig
 
 import pfeife
 from pfeife import sched
 from pfeife._torch import is_absent
 from pfeife.cost import estimate, machine, memory_curves
 from pfeife.factors import Place
+from pfeife.integrations.transformers import pipelined
 from pfeife.ir.members import (
     MEANING,
     addend,
@@ -425,6 +429,45 @@ def a_model_that_torch_has_cut() -> None:
     model = parallelize_module(copy.deepcopy(plain), mesh["tp"], styles)
     with pytest.raises(ValueError, match=r"members=4: the model is cut already, over 2 ranks"):
         pfeife.compile(lambda tokens: model(tokens), microbatches=4, members=4)
+
+
+@row(ranks=(2,))
+def a_trainer_of_a_model_that_was_loaded_in_parts() -> None:
+    """By Hugging Face's tp_plan: as it is trained on one device."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 32}
+    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, use_cache=False)
+    plain = LlamaForCausalLM(config)
+    with tempfile.TemporaryDirectory() as folder:
+        plain.save_pretrained(folder)
+        loaded = DistributedConfig(tp_plan="auto")
+        model = LlamaForCausalLM.from_pretrained(folder, distributed_config=loaded)
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(32, (12, 6))]
+    arguments = TrainingArguments(
+        **{"output_dir": folder, "max_steps": 2, "per_device_train_batch_size": 4},
+        **{"report_to": [], "save_strategy": "no", "use_cpu": True, "disable_tqdm": True},
+        logging_steps=1,
+    )
+    trainer = pipelined(Trainer, microbatches=2)(model=model, args=arguments, train_dataset=rows)
+    trainer.train()
+    (compiled,) = trainer._training.backend.compiled
+    assert compiled.program.members == 2
+    losses = [each["loss"] for each in trainer.state.log_history if "loss" in each]
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=arguments.learning_rate, weight_decay=0.0)
+    for at, batch in enumerate(trainer.get_train_dataloader()):
+        if at == len(losses):
+            break
+        loss = plain(**batch).loss
+        assert abs(float(loss.detach()) - losses[at]) < 1e-4, (losses, float(loss.detach()))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), arguments.max_grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = arguments.learning_rate * (1 - at / len(losses))
+        optimizer.step()
+        optimizer.zero_grad()
+    state = pfeife.full_state_dict(model)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6)
 
 
 @row(ranks=(2,))
