@@ -44,7 +44,8 @@ class Equation:
     if it `averages`). A result without a factor that it is no sum over does not depend on where
     that is cut. `shape` names the argument that says the shape of the result, `counts` those that
     count the elements of a factor. An operand with the number `once` is added to a sum. Some that
-    is `whole` has one of the `recipes` by which members do it together.
+    is `whole` has one of the `recipes` by which members do it together. Of those with `grains` a
+    member has a multiple of so many elements.
     """
 
     sizes: Mapping[Label, _torch.Size]
@@ -57,12 +58,14 @@ class Equation:
     counts: Mapping[str, Label] = attrs.field(factory=dict)
     once: int | None = None
     recipes: Mapping[Label, Recipe] = attrs.field(factory=dict)
+    grains: Mapping[Label, int] = attrs.field(factory=dict)
 
     def can_cut(self, label: Label, members: int) -> bool:
         """Whether every member can compute its part along a factor."""
         together = label not in self.whole or label in self.recipes
         size = self.sizes[label]
-        return together and isinstance(size, int) and size % members == 0
+        each = members * self.grains.get(label, 1)
+        return together and isinstance(size, int) and size % each == 0
 
     def at(self, dims: Dims, place: Place) -> "tuple[Equation, Label] | None":
         """The factor that begins at a place of one of its tensors, and the equation that has it:
@@ -107,6 +110,8 @@ class Equation:
             results=taken_apart(self.results),
             sums=tuple(summed | {*two} if label in summed else summed for summed in self.sums),
             counts={n: two[1] if key == label else key for n, key in self.counts.items()},
+            grains={key: n for key, n in self.grains.items() if key != label}
+            | ({two[1]: self.grains[label]} if label in self.grains else {}),
         )
 
     def place(self, dims: Dims, label: Label) -> Place | None:

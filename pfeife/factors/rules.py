@@ -18,6 +18,7 @@ from pfeife.factors.axes import (
     transposed,
     unsqueezed,
 )
+from pfeife.factors.chosen import grouped_product, indexed, put, ranked
 from pfeife.factors.equation import (
     Dims,
     Equation,
@@ -340,6 +341,10 @@ RULES: Mapping[str, Rule] = {
     **_table("bmm", product("bnk", "bkm", "bnm")),
     **_table("mv", product("nk", "k", "n")),
     **_table("addmm baddbmm", biased_product),
+    **_table("index", indexed),
+    **_table("index_put", put),
+    **_table("sort topk", ranked),
+    **_table("_grouped_mm", grouped_product),
     **_table("embedding", looked_up),
     **_table("embedding_dense_backward", looked_up_backward),
     **_table("native_layer_norm _fused_rms_norm", normalised),

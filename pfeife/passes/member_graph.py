@@ -31,6 +31,7 @@ aten = torch.ops.aten
 _TOLD = ("val", "sizes", "tensor_meta")  # of a whole value: a member's own is told anew
 # They read memory as it lies there; products lay out their results in one way alone.
 _BY_LAYOUT = ("as_strided", "as_strided_copy", "as_strided_scatter")
+_ALIGNED = ("_grouped_mm",)  # takes a matrix whose rows or columns are aligned
 _IN_ORDER = ("mm", "addmm", "bmm", "baddbmm")
 
 
@@ -131,10 +132,12 @@ class Member:
         self._stands(node, copy, places[index])
 
     def _in_its_way(self, node: fx.Node) -> None:
-        reads, way = tensors_of(node), self.ways[node]
-        if operation_name(node) in _BY_LAYOUT:
-            for read in self.laid_out.intersection(reads):
-                self._as_it_lies(read, node)
+        reads, way, name = tensors_of(node), self.ways[node], operation_name(node)
+        for read, place in zip(reads, way.operands, strict=True):
+            if read in self.laid_out and name in (*_BY_LAYOUT, *_ALIGNED):
+                if name in _BY_LAYOUT:
+                    _check_whole(read, node)
+                self._lay_out(read, place)
         wanted, tensors = iter(way.operands), {*reads}
         args, kwargs = fx.node.map_arg(
             (node.args, node.kwargs),
@@ -151,24 +154,18 @@ class Member:
             result.meta = dict(node.meta)
         self._stands(node, result, way.results if several else way.results[0])
 
-    def _as_it_lies(self, node: fx.Node, reader: fx.Node) -> None:
-        """Lays out a whole value as on one device, for a reader that takes its memory as it lies
-        there. Raises ValueError where it is a part of another one's."""
+    def _lay_out(self, node: fx.Node, place: Where) -> None:
+        """Lays out a value, or a part of it, with its dimensions in the order that they have in
+        memory on one device."""
         value = value_of(node)
         assert value is not None
         order = sorted(range(value.dim()), key=value.stride, reverse=True)
-        own = value.untyped_storage().nbytes() == value.numel() * value.dtype.itemsize
-        if not own or not value.permute(order).is_contiguous():
-            raise ValueError(
-                f"shard: {reader.target} reads memory as it lies there, and what it reads is put "
-                f"together of parts, in another order ({source_line(reader)}); leave the "
-                "parameters whole that it is computed of"
-            )
-        copy = self._make(node, aten.permute.default, self._at(node, None), order)
-        copy = self._make(node, aten.clone.default, copy, memory_format=torch.contiguous_format)
         back = sorted(range(len(order)), key=order.__getitem__)
-        self.copies[node, None] = self._make(node, aten.permute.default, copy, back)
-        self.laid_out.discard(node)
+        copy = self._make(node, aten.permute.default, self._at(node, place), order)
+        copy = self._make(node, aten.clone.default, copy, memory_format=torch.contiguous_format)
+        self.copies[node, place] = self._make(node, aten.permute.default, copy, back)
+        if place is None:
+            self.laid_out.discard(node)
 
     def _drop_out(self, node: fx.Node) -> None:
         """A dropout of a value that is cut: each member draws for the whole of it, as one device
@@ -284,6 +281,21 @@ class Member:
         node = self.copy.graph.call_function(target, args, kwargs)
         node.meta = {name: value for name, value in like.meta.items() if name not in _TOLD}
         return node
+
+
+def _check_whole(node: fx.Node, reader: fx.Node) -> None:
+    """Raises ValueError if a value is a part of another one's memory, which a reader takes as it
+    lies there."""
+    value = value_of(node)
+    assert value is not None
+    order = sorted(range(value.dim()), key=value.stride, reverse=True)
+    own = value.untyped_storage().nbytes() == value.numel() * value.dtype.itemsize
+    if not own or not value.permute(order).is_contiguous():
+        raise ValueError(
+            f"shard: {reader.target} reads memory as it lies there, and what it reads is put "
+            f"together of parts, in another order ({source_line(reader)}); leave the "
+            "parameters whole that it is computed of"
+        )
 
 
 def _in_order(node: fx.Node) -> bool:

@@ -36,6 +36,7 @@ from pfeife.ir.program import Program
 _NEAR = 6  # nodes that look alike have alike neighbours up to this far
 _GRADIENT, _RESULT = -1, -2  # who reads a gradient, or another result of the program
 _WHOLE, _SECONDS = 1e-6, 60.0  # how near to a whole number, and how long to look for these
+_TIES, _GOLDEN = 1e-4, 0.6180339887498949  # how far apart ties are put, of the mean cost
 
 
 @attrs.frozen
@@ -117,15 +118,17 @@ class _Problem:
 
     def _shares(self, whole: Any) -> Any:
         """The best values of the variables, of which some have to be `whole` numbers, or None."""
+        # Of ways that take as long one is the best, so that all ranks find the same.
         costs = np.array(self.costs)
+        mean = costs.mean() or 1.0
+        costs = costs / mean + _TIES * (np.arange(len(costs)) * _GOLDEN % 1.0)
         rows = [
             LinearConstraint(rows.matrix(len(costs)), low, rows.sides)
             for rows, low in ((self.equal, self.equal.sides), (self.below, -np.inf))
             if rows.sides
         ]
-        # The solver's tolerances are for numbers of about 1.
-        solution = milp(
-            costs / (costs.mean() or 1.0),
+        solution = milp(  # its tolerances are for numbers of about 1
+            costs,
             integrality=whole,
             bounds=Bounds(0),
             constraints=rows,

@@ -1,5 +1,6 @@
 """Parallelism inside of a stage: a flat program of whole values as that of one of its members."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -27,6 +28,7 @@ def shard(
     unknown: Literal["refuse", "gather"] = "refuse",
     keepers: Mapping[str, int] | None = None,
     prices: Prices | None = None,
+    decided: Callable[[Callable[[], str]], str] = lambda decide: decide(),
 ) -> Callable[[Program], Program]:
     """A pass that cuts parameters over the members of a group, and all that is computed of them.
 
@@ -48,7 +50,8 @@ def shard(
     member as a whole. With `keepers` each parameter that is cut is whole on one member, which is
     given its whole gradient and tells the others their parts in each step: so any optimizer does
     with it what it does on one device. They are named, by names of parameters, or chosen so that
-    each member keeps about as many bytes.
+    each member keeps about as many bytes. Ranks that shard each for itself have to decide alike:
+    `decided` gives all of them what one has decided.
 
     Raises ValueError for a pattern that no parameter has, a dimension that is not there or that
     `members` does not divide, an operation without a rule, and a program that is not flat.
@@ -68,7 +71,11 @@ def shard(
         places = {port.name: _places(port, wanted[port.name], members) for port in ports}
         free = {name for name, place in wanted.items() if isinstance(place, str)}
         ways = Ways(program, members, places, free)
-        chosen = _chosen(program, ways, prices or _FEWEST_BYTES, unknown == "refuse")
+        numbers = decided(
+            lambda: _numbers(ways, _chosen(program, ways, prices or _FEWEST_BYTES, unknown))
+        )
+        pairs = zip(ways.nodes, json.loads(numbers), strict=True)
+        chosen = {node: ways.of[node][number] for node, number in pairs}
         local = Member(program, _splits(ports, chosen, members), chosen, members).program()
         return local if keepers is None else _kept(local, keepers)
 
@@ -89,14 +96,22 @@ _FEWEST_BYTES = Prices(
 )
 
 
-def _chosen(program: Program, ways: Ways, prices: Prices, strict: bool) -> Mapping[fx.Node, Way]:
+def _numbers(ways: Ways, chosen: Mapping[fx.Node, Way]) -> str:
+    """Which of its ways each node is computed in."""
+    return json.dumps([ways.of[node].index(chosen[node]) for node in ways.nodes])
+
+
+def _chosen(program: Program, ways: Ways, prices: Prices, unknown: str) -> Mapping[fx.Node, Way]:
     """The best ways. Raises ValueError where there are none, with the operation that has no
     rule."""
+    strict = unknown == "refuse"
     chosen = member_ways(program, ways, prices, strict)
     if chosen is None and strict:
         _check_rules(ways, member_ways(program, ways, prices) or {})
     if chosen is None:
-        raise ValueError("shard: the parameters cannot be cut so; say how, by their names")
+        raise ValueError(
+            "shard: no way was found to cut the parameters so; say how, by their names"
+        )
     return chosen
 
 

@@ -4,7 +4,9 @@ lockstep."""
 import copy
 import functools
 import os
+import shutil
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,6 +41,7 @@ from pfeife.ir.members import (
 )
 from pfeife.runtime.distributed.links.collectives import Collectives
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
+from pfeife.runtime.distributed.process_group import join_world
 
 CPU_CORE = machine("cpu-core")
 
@@ -438,13 +441,15 @@ def a_trainer_of_a_model_that_was_loaded_in_parts() -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 32}
     config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, use_cache=False)
     plain = LlamaForCausalLM(config)
-    with tempfile.TemporaryDirectory() as folder:
-        plain.save_pretrained(folder)
-        loaded = DistributedConfig(tp_plan="auto")
-        model = LlamaForCausalLM.from_pretrained(folder, distributed_config=loaded)
+    join_world(torch.device("cpu"))  # then the main rank alone saves
+    folder = Path(tempfile.gettempdir(), f"pfeife-tp-plan-{os.environ['MASTER_PORT']}")
+    plain.save_pretrained(folder)
+    dist.barrier()
+    loaded = DistributedConfig(tp_plan="auto")
+    model = LlamaForCausalLM.from_pretrained(folder, distributed_config=loaded)
     rows = [{"input_ids": row, "labels": row} for row in torch.randint(32, (12, 6))]
     arguments = TrainingArguments(
-        **{"output_dir": folder, "max_steps": 2, "per_device_train_batch_size": 4},
+        **{"output_dir": str(folder), "max_steps": 2, "per_device_train_batch_size": 4},
         **{"report_to": [], "save_strategy": "no", "use_cpu": True, "disable_tqdm": True},
         logging_steps=1,
     )
@@ -468,6 +473,8 @@ def a_trainer_of_a_model_that_was_loaded_in_parts() -> None:
     state = pfeife.full_state_dict(model)
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6)
+    dist.barrier()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @row(ranks=(2,))

@@ -11,9 +11,14 @@ from torch import nn
 import pfeife
 from pfeife.factors.equation import Place
 from pfeife.factors.rules import equation_of
+from pfeife.ir.nodes import node_bytes
+from pfeife.passes.member_ways import Prices
 from pfeife.passes.shard import shard
 from pfeife.testing import check_pass
 
+DEAR_TO_COMPUTE = Prices(
+    compute=lambda node: float(node_bytes(node) + 1), send=lambda size: 1e-3 * size, copy=float
+)
 OPERATIONS = {
     "add": (lambda a, b: a + b, (4, 6), (6,)),
     "broadcast": (lambda a, b: a * b, (4, 1, 6), (2, 1)),
@@ -66,6 +71,17 @@ OPERATIONS = {
         ).square(),
         *((2, 4, 6, 2), (2, 4, 4, 2), (2, 4, 4, 2)),
     ),
+    "index": (lambda a: a[:, torch.tensor([[0, 3], [1, 1]])].square(), (4, 6, 2)),
+    "two indices": (
+        lambda a: a[:, torch.tensor([0, 3, 1, 1]), torch.tensor([[1, 0, 1, 1]])].square(),
+        (4, 6, 2),
+    ),
+    "index_put": (
+        lambda a, b: a.index_put((torch.tensor([0, 3, 1, 1]),), b, accumulate=True).square(),
+        *((6, 4), (4, 4)),
+    ),
+    "sort": (lambda a: a.sort(1)[0] * torch.arange(6.0), (4, 6)),
+    "topk": (lambda a: a.topk(2, 1)[0].square(), (4, 6)),
     "dropout": (lambda a: F.dropout(a, 0.5).square(), (4, 6)),
 }
 
@@ -96,9 +112,31 @@ def test_an_operation(name, at, dim):
     program = pfeife.capture(lambda x: function(*model.operands).sum() * x, x)
     state = pfeife.state_of(program, model)
     for members, before in itertools.product((2, 3), (1, 2)):
-        if shapes[at][dim] % (members * before) == 0:
-            cut = shard({f"operands.{at}": Place(dim, before)}, members)
+        for prices in (None, DEAR_TO_COMPUTE) if shapes[at][dim] % (members * before) == 0 else ():
+            cut = shard({f"operands.{at}": Place(dim, before)}, members, prices=prices)
             check_pass(cut, program, state, [x], rounding=None, within=1e-13)
+
+
+@pytest.mark.parametrize(("at", "dim"), [(0, 1), (0, 2), (1, 1), (1, 2)])
+def test_products_of_experts(at, dim):
+    """By columns of the first matrices, and rows of the second ones, in bfloat16, which torch's
+    kernel takes."""
+    torch.manual_seed(0)
+    shapes = (3, 16, 32), (3, 32, 16)
+    layers = nn.ParameterList((torch.randn(shape) / 4).bfloat16() for shape in shapes)
+    ends = torch.tensor([2, 5, 6], dtype=torch.int32)
+
+    def step(x, ends):
+        h = F.grouped_mm(x, layers[0], offs=ends).relu()
+        return F.grouped_mm(h, layers[1], offs=ends).float().square().mean()
+
+    batch = torch.randn(6, 16).bfloat16(), ends
+    program = pfeife.capture(step, *batch)
+    names = [port.fqn for port in program.ports(pfeife.Role.PARAMETER)]
+    state = dict(zip(names, (layer.detach() for layer in layers), strict=True))
+    for prices in (None, DEAR_TO_COMPUTE):
+        cut = shard({names[at]: dim}, 2, prices=prices)
+        check_pass(cut, program, state, [batch], rounding=None, within=2e-2)
 
 
 @pytest.mark.parametrize("kernel", ["flash", "efficient"])

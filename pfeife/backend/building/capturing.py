@@ -21,17 +21,17 @@ def capture(task: Task) -> tuple[Captured, History]:
     """The program of a microbatch, and what the passes made of it; if a rank refuses the step, all
     do (collective)."""
 
-    def run() -> tuple[Captured, History]:
-        captured = _checked(task)
+    def run() -> History:
+        # Ours first, so that the caller's passes see the program that is going to run.
+        passes = *_passes(task, captured), *task.passes.get("flat", ())
+        return record(captured.program, *passes, start="capture")
+
+    with task.show.phase("capturing") as phase:
+        captured = together(lambda: _checked(task), task.world, "the captured program")
         # Also of what is refused later: it is then that somebody reads it.
         task.artifacts.program("capture", captured.program)
         task.artifacts.premises(captured.program.premises)
-        # Ours first, so that the caller's passes see the program that is going to run.
-        passes = *_passes(task, captured), *task.passes.get("flat", ())
-        return captured, record(captured.program, *passes, start="capture")
-
-    with task.show.phase("capturing") as phase:
-        captured, history = together(run, task.world, "the captured program")
+        history = together(run, task.world, "what passes make of the captured program")
         phase.outcome = lambda: _counted(history[-1].program)
     task.artifacts.history(history)
     return attrs.evolve(captured, program=history[-1].program), history

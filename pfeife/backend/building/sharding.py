@@ -38,6 +38,7 @@ def sharding(task: Task, captured: Captured) -> list[Pass]:
             unknown="gather" if auto else "refuse",
             keepers=keepers,
             prices=member_prices(task.machine(captured.program)),
+            decided=task.world.decided_by_rank_zero,
         )
     ]
 

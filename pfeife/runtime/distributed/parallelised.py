@@ -1,6 +1,8 @@
 """Models that torch's `parallelize_module`, or Hugging Face's `tp_plan`, has cut over ranks."""
 
+import gc
 import sys
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,6 +12,7 @@ from torch import nn
 
 from pfeife.factors import Place
 
+_PASSING = 1.0  # seconds for which nobody holds what is only looked at
 _THEIRS = ("torch.distributed.tensor.", "transformers.distributed.")
 
 
@@ -45,13 +48,27 @@ def _replace(model: nn.Module, cut: dict[str, Any]) -> None:
         for own in kinds:
             for name in [name for name, tensor in own.items() if id(tensor) in whole]:
                 own[name] = whole[id(own[name])]
-    while cut:
+    gc.collect()  # what nobody can reach has nothing
+    held = ""
+    while cut and not held:
         name, tensor = cut.popitem()
-        if sys.getrefcount(tensor) > 2:  # by this function and the call
-            raise ValueError(
-                f"{name} was cut over ranks, and something still has it as it was, as an optimizer "
-                "does that was made before: call pfeife.compile first, and make optimizers then"
-            )
+        # Threads may look at all parameters in passing, as those that answer other ranks.
+        ends = time.monotonic() + _PASSING
+        while sys.getrefcount(tensor) > 2:  # by this function and the call
+            if time.monotonic() > ends:
+                held = name
+                break
+            time.sleep(0.01)
+    # All ranks go on, or none.
+    device = next(iter(whole.values())).device
+    on_ranks = torch.tensor([float(bool(held))], device=device)
+    dist.all_reduce(on_ranks)
+    if on_ranks.item():
+        raise ValueError(
+            f"{held or 'a parameter on another rank'} was cut over ranks, and something still has "
+            "it as it was, as an optimizer does that was made before: call pfeife.compile first, "
+            "and make optimizers then"
+        )
 
 
 def _cut(name: str, tensor: Any) -> tuple[int, Place | None]:
