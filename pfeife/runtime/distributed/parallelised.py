@@ -3,7 +3,7 @@
 import gc
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pfeife.factors import Place
+from pfeife.runtime.distributed.wrapped import is_wrapped
 
 _PASSING = 1.0  # seconds for which nobody holds what is only looked at
 _THEIRS = ("torch.distributed.tensor.", "transformers.distributed.")
@@ -121,11 +122,11 @@ def _is_theirs(function: Any) -> bool:
     return str(getattr(function, "__module__", "")).startswith(_THEIRS)
 
 
-def with_cuts(options: Mapping[str, Any], models: Iterable[nn.Module]) -> Mapping[str, Any]:
+def with_cuts(options: Mapping[str, Any], models: Sequence[nn.Module]) -> Mapping[str, Any]:
     """The options of a step whose models are cut already: over so many members, and so. Raises
     ValueError for other ones."""
-    if not dist.is_available() or not dist.is_initialized():
-        return options
+    if not dist.is_available() or not dist.is_initialized() or is_wrapped(models):
+        return options  # the call refuses what is wrapped, with its name
     members, places = made_whole(models)
     if members == 1:
         return options

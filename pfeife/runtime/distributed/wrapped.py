@@ -23,6 +23,11 @@ def check_alone(roots: Iterable[Any], tensors: Iterable[Any] = ()) -> None:
         )
 
 
+def is_wrapped(roots: Iterable[Any]) -> bool:
+    """Whether DDP or FSDP wraps one of these modules, or runs this call."""
+    return any(_wrappers(roots, ()))
+
+
 def _wrappers(roots: Iterable[Any], tensors: Iterable[Any]) -> Iterator[str]:
     """What was found, in words."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
