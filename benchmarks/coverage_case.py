@@ -261,7 +261,21 @@ def drawn(example: Example, number: int, more: int = 0, other: bool = False) -> 
     return example.draw((example.rows + more) * MICROBATCHES, example.sizes[other])
 
 
-def cut(example: Example, args: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+def in_dtype(values: Any, dtype: torch.dtype) -> Any:
+    """Values whose floating point tensors are of a dtype."""
+    return pytree.tree_map(
+        lambda value: (
+            value.to(dtype)
+            if isinstance(value, torch.Tensor) and value.is_floating_point()
+            else value
+        ),
+        values,
+    )
+
+
+def cut(
+    example: Example, args: tuple[Any, ...], count: int = MICROBATCHES
+) -> list[tuple[Any, ...]]:
     """The arguments of every microbatch."""
     dims = example.in_dims if isinstance(example.in_dims, tuple) else (0,) * len(args)
 
@@ -270,16 +284,14 @@ def cut(example: Example, args: tuple[Any, ...]) -> list[tuple[Any, ...]]:
             return value
         return pytree.tree_map(
             lambda one: (
-                one.chunk(MICROBATCHES, dim)[index]
-                if isinstance(one, torch.Tensor) and one.dim()
-                else one
+                one.chunk(count, dim)[index] if isinstance(one, torch.Tensor) and one.dim() else one
             ),
             value,
         )
 
     return [
         tuple(part(value, dim, index) for value, dim in zip(args, dims, strict=True))
-        for index in range(MICROBATCHES)
+        for index in range(count)
     ]
 
 

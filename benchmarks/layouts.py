@@ -84,39 +84,18 @@ def in_float64(name: str) -> tuple[Example, list[tuple[Any, ...]]]:
     if hasattr(example.model, "set_experts_implementation"):
         example.model.set_experts_implementation("batched_mm")  # grouped_mm has no float64
 
-    def cast(value: Any) -> Any:
-        floating = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.to(torch.float64) if floating else value
-
     batches = []
     for number in range(STEPS):
         torch.manual_seed(100 + number)
         batch = example.draw(example.rows * MICROBATCHES, example.sizes[0])
-        batches.append(pytree.tree_map(cast, batch))
+        batches.append(coverage_case.in_dtype(batch, torch.float64))
     return example, batches
-
-
-def parts(example: Example, batch: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """The arguments of every microbatch."""
-    dims = example.in_dims if isinstance(example.in_dims, tuple) else (0,) * len(batch)
-
-    def cut(value: Any, dim: int | None, index: int) -> Any:
-        is_cut = dim is not None and isinstance(value, torch.Tensor) and value.dim()
-        return value.chunk(MICROBATCHES, dim)[index] if is_cut else value
-
-    return [
-        tuple(
-            pytree.tree_map(lambda leaf, dim=dim, index=index: cut(leaf, dim, index), value)
-            for value, dim in zip(batch, dims, strict=True)
-        )
-        for index in range(MICROBATCHES)
-    ]
 
 
 def as_the_oracle(name: str, layout: Layout, schedule: str) -> bool:
     """Whether a step on ranks has the bits of `evaluate`."""
     example, batches = in_float64(name)
-    microbatches = parts(example, batches[0])
+    microbatches = coverage_case.cut(example, batches[0], MICROBATCHES)
     flat = pfeife.capture(example.step, *microbatches[0])
     local = pfeife.compose(
         pfeife.shard("auto", layout.members, unknown="gather", prices=member_prices(CPU_CORE)),
@@ -185,7 +164,7 @@ def beside_one_device(name: str, layout: Layout, schedule: str) -> tuple[float, 
 
     def alone(batch: tuple[Any, ...]) -> float:
         total = 0.0
-        for microbatch in parts(plain, batch):
+        for microbatch in coverage_case.cut(plain, batch, MICROBATCHES):
             loss = plain.step(*microbatch) / MICROBATCHES
             loss.backward()
             total += float(loss.detach())

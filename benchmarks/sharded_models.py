@@ -26,10 +26,9 @@ from typing import Any
 import coverage_models
 import torch
 from coverage import every, prepare
-from coverage_case import ROUNDING, SMALL, built, cut, drawn, seed, text
+from coverage_case import ROUNDING, SMALL, built, cut, drawn, in_dtype, seed, text
 from coverage_models.example import Example
 from torch import nn
-from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
 import pfeife
@@ -75,13 +74,9 @@ def _whole(
 ) -> tuple[pfeife.Program, State, list[tuple[Any, ...]], Result]:
     """An example's program in a dtype, its state, two microbatches, and what it makes of them."""
 
-    def cast(value: Any) -> Any:
-        floating = _is_tensor(value) and value.is_floating_point()
-        return value.to(dtype) if floating else value
-
     example = built(build)
     example.model.to(dtype)
-    microbatches = pytree.tree_map(cast, cut(example, drawn(example, 0))[:2])
+    microbatches = cut(example, in_dtype(drawn(example, 0), dtype))[:2]
     seed(7)
     flat = pfeife.capture(example.step, *microbatches[0])
     state = _state(flat, example)

@@ -1,12 +1,17 @@
-"""What members of a group send one another in a program."""
+"""What members of a group send one another in a program, and prices with which they do."""
 
 from collections import Counter
 
 import pfeife
 from pfeife.ir.members import ALONE, MEANING, messages
-from pfeife.ir.nodes import value_of
+from pfeife.ir.nodes import node_bytes, value_of
+from pfeife.passes.member_ways import Prices
 
 SENT = MEANING.keys() - ALONE
+# With these each operation is computed on parts that can be.
+DEAR_TO_COMPUTE = Prices(
+    compute=lambda node: float(node_bytes(node) + 1), send=lambda size: 1e-3 * size, copy=float
+)
 
 
 def collectives(program: pfeife.Program) -> Counter[str]:

@@ -2,12 +2,12 @@
 
 Tried on torch 2.11, 2.13 and 2.15; when one of these moves, only this folder changes. Read first
 what is about the frame that Dynamo compiles (`dynamo`, `sources` and `results`), then `aot` (its
-joint graph) and `surroundings` (what that depends on), then `sizes`, `size_trees` (these as data),
-`open_values` (values of such sizes), `questions` and `kernel_numbers` (what only data tell);
-`tensors` and `operations` are about their namesakes, `absent` about tensors whose values are not
-here, `attention` about its kernels, `missing_rules` about what torch lacks for some operations.
-`modules`, `process_groups` and `trace` are about what their names say, `checkpoints` reads the list
-of one.
+joint graph) and `surroundings` (what that depends on), then `sizes`, `size_arithmetic`,
+`size_trees` (these as data), `open_values` (values of such sizes), `questions` and `kernel_numbers`
+(what only data tell); `tensors` and `operations` are about their namesakes, `absent` about tensors
+whose values are not here, `attention` about its kernels, `missing_rules` about what torch lacks for
+some operations. `modules`, `process_groups` and `trace` are about what their names say,
+`checkpoints` reads the list of one.
 """
 
 # The names are imported for others: a list of them in `__all__` would say each twice.
@@ -130,13 +130,13 @@ from pfeife._torch.results import (
     changed_containers,
     result_paths,
 )
+from pfeife._torch.size_arithmetic import expanded, quotient
 from pfeife._torch.size_trees import is_expression, size_of_tree, tree_of_size
 from pfeife._torch.sizes import (
     Size,
     SymbolicExamples,
     Symbols,
     assumed_of_sizes,
-    expanded,
     forgetting_symbols,
     holds,
     is_fixed,
@@ -145,7 +145,6 @@ from pfeife._torch.sizes import (
     named_sizes,
     order_of_facts,
     python_kernels,
-    quotient,
     size_now,
     sizes_at,
     symbol_named,

@@ -198,23 +198,6 @@ def _at(size: sympy.Expr, named: tuple[tuple[str, int], ...]) -> int:
     return int(number)
 
 
-def quotient(size: Size, divisor: Size) -> Size | None:
-    """How often one size is in another one, None unless that is a whole number whatever the named
-    sizes are."""
-    if isinstance(size, int) and isinstance(divisor, int):
-        return None if size % divisor else size // divisor
-    ratio = sympy.cancel(sympy.sympify(size) / divisor)
-    if ratio.is_Integer:
-        return int(ratio)
-    whole = all(coefficient.is_Integer for coefficient in ratio.as_coefficients_dict().values())
-    return ratio if ratio.is_polynomial() and whole else None
-
-
-def expanded(size: Size) -> Size:
-    """A size in the one form that it has as a sum of products."""
-    return size if isinstance(size, int) else sympy.expand(size)
-
-
 def is_single(limits: Sequence[sympy.Basic], name: str, number: int) -> bool:
     """Whether what a trace has assumed leaves a size with a name no other value than a number."""
     symbol = name_of_size(name)

@@ -9,6 +9,7 @@ from pfeife.factors.axes import dims_of
 from pfeife.factors.equation import Equation, Label, NoRule, Operation, equation, shape_of
 from pfeife.ir.nodes import value_of
 
+Labels = list[Label]
 _ALIGNED = 16  # bytes, of which rows of grouped products are multiples
 _GROUPED = {
     (2, 3): ("mk", "ekn", "mn"),
@@ -19,41 +20,35 @@ _GROUPED = {
 
 def indexed(operation: Operation) -> Equation:
     """x[:, index]: each element of the index by itself, and all other dimensions."""
-    rows, index = _indices(operation)
-    rest: list[Label] = [*range(len(operation.shape_of("self")))]
-    result = [*rest[: rows[0]], *index[-1], *rest[rows[-1] + 1 :]]
-    return equation(operation, [rest, *index], [result], whole=rows)
+    rest, rows, index, each = _indices(operation)
+    result = [*rest[: rows[0]], *index, *rest[rows[-1] + 1 :]]
+    return equation(operation, [rest, *each], [result], whole=rows)
 
 
 def put(operation: Operation) -> Equation:
     """x[:, index] = values, or += values, where each element of the index adds its own."""
-    rows, index = _indices(operation)
-    rest: list[Label] = [*range(len(operation.shape_of("self")))]
-    places = [*rest[: rows[0]], *index[-1], *rest[rows[-1] + 1 :]]
+    rest, rows, index, each = _indices(operation)
+    places = [*rest[: rows[0]], *index, *rest[rows[-1] + 1 :]]
     values = places[len(places) - len(operation.shape_of("values")) :]
     adds = bool(operation.arguments["accumulate"])
-    whole = rows if adds else [*rows, *index[-1]]
-    rule = equation(operation, [rest, *index, values], [rest], whole=whole)
+    whole = rows if adds else [*rows, *index]
+    rule = equation(operation, [rest, *each, values], [rest], whole=whole)
     return attrs.evolve(rule, once=0 if adds else None)
 
 
-def _indices(operation: Operation) -> tuple[Sequence[int], list[Sequence[Label]]]:
-    """Which dimensions are indexed, and the labels of each index. Raises NoRule where these are not
-    beside one another, and for masks."""
+def _indices(operation: Operation) -> tuple[Labels, Sequence[int], Labels, list[Labels]]:
+    """The labels of what is indexed, which dimensions are, and the labels of all indices together
+    and of each. Raises NoRule where these are not beside one another, and for masks."""
     indices = operation.arguments["indices"]
     rows = [dim for dim, index in enumerate(indices) if index is not None]
-    shapes = [shape_of(indices[dim]) for dim in rows]
     values = [value_of(indices[dim]) for dim in rows]
     kinds = {value.dtype for value in values if value is not None}
     if not rows or rows != [*range(rows[0], rows[-1] + 1)] or kinds & {torch.bool, torch.uint8}:
         raise NoRule
-    rank = max(map(len, shapes))
-    labels: list[Label] = [("index", dim) for dim in range(rank)]
-    # The longest one last: its labels are those of the result.
-    each = [labels[rank - len(shape) :] for shape in shapes]
-    if len(each[-1]) < rank:
-        raise NoRule
-    return rows, [*each]
+    ranks = [len(shape_of(indices[dim])) for dim in rows]
+    index: Labels = [("index", dim) for dim in range(max(ranks))]
+    rest: Labels = [*range(len(operation.shape_of("self")))]
+    return rest, rows, index, [index[len(index) - rank :] for rank in ranks]
 
 
 def ranked(operation: Operation) -> Equation:

@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -29,10 +30,12 @@ from pfeife.ir.seeding import seeded
 
 aten = torch.ops.aten
 _TOLD = ("val", "sizes", "tensor_meta")  # of a whole value: a member's own is told anew
-# They read memory as it lies there; products lay out their results in one way alone.
+# They read memory as it lies there; products lay out their results in one way alone, and views that
+# move dimensions have those of what they see.
 _BY_LAYOUT = ("as_strided", "as_strided_copy", "as_strided_scatter")
 _ALIGNED = ("_grouped_mm",)  # takes a matrix whose rows or columns are aligned
 _IN_ORDER = ("mm", "addmm", "bmm", "baddbmm")
+_SEEN = ("t", "transpose", "permute", "unsqueeze", "squeeze", "expand", "alias", "detach")
 
 
 class Member:
@@ -133,11 +136,13 @@ class Member:
 
     def _in_its_way(self, node: fx.Node) -> None:
         reads, way, name = tensors_of(node), self.ways[node], operation_name(node)
-        for read, place in zip(reads, way.operands, strict=True):
-            if read in self.laid_out and name in (*_BY_LAYOUT, *_ALIGNED):
-                if name in _BY_LAYOUT:
+        if name in (*_BY_LAYOUT, *_ALIGNED):
+            for read, place in zip(reads, way.operands, strict=True):
+                self._at(read, place)  # which may put it in another order
+                if read in self.laid_out and name in _BY_LAYOUT:
                     _check_whole(read, node)
-                self._lay_out(read, place)
+                if read in self.laid_out:
+                    self._lay_out(read, place)
         wanted, tensors = iter(way.operands), {*reads}
         args, kwargs = fx.node.map_arg(
             (node.args, node.kwargs),
@@ -157,9 +162,7 @@ class Member:
     def _lay_out(self, node: fx.Node, place: Where) -> None:
         """Lays out a value, or a part of it, with its dimensions in the order that they have in
         memory on one device."""
-        value = value_of(node)
-        assert value is not None
-        order = sorted(range(value.dim()), key=value.stride, reverse=True)
+        order = _order_in_memory(node)
         back = sorted(range(len(order)), key=order.__getitem__)
         copy = self._make(node, aten.permute.default, self._at(node, place), order)
         copy = self._make(node, aten.clone.default, copy, memory_format=torch.contiguous_format)
@@ -207,7 +210,9 @@ class Member:
         kwargs: Any,
     ) -> None:
         """A node on a member's part of a factor."""
-        if operation_name(node) not in _IN_ORDER or not _in_order(node):
+        name, reads = operation_name(node), tensors_of(node)
+        is_seen = name in _SEEN and self.laid_out.isdisjoint(reads)
+        if not is_seen and not (name in _IN_ORDER and _in_order(node)):
             self.laid_out.add(node)
         several = isinstance(node.meta.get("val"), tuple | list)
         if label in equation.recipes:
@@ -231,8 +236,7 @@ class Member:
         dtype = (value[0] if isinstance(value, tuple | list) else value).dtype
         arguments = {**bound(node), **_named(node, args, kwargs)}
         own = Part(arguments, equation.sizes[label] // self.members, self.members, dtype)
-        make = lambda target, *args, **kwargs: self._make(node, target, *args, **kwargs)  # noqa: E731
-        return equation.recipes[label](make, own)
+        return equation.recipes[label](partial(self._make, node), own)
 
     def _localised(
         self, node: fx.Node, equation: Equation, label: Label, args: Any, kwargs: Any
@@ -266,8 +270,11 @@ class Member:
         """A value where it is wanted."""
         if (node, place) not in self.copies:
             now = self.places[node]
-            if place is None:  # parts are joined in the order of dimensions
-                (self.laid_out.discard if _in_order(node) else self.laid_out.add)(node)
+            # Parts are joined in the order of dimensions, and ranks may add up sums in it.
+            if not _in_order(node):
+                self.laid_out.add(node)
+            elif place is None and isinstance(now, Place):
+                self.laid_out.discard(node)
             ends = [end for end in (now, place) if isinstance(end, Place)]
             numbers = [number for end in ends for number in attrs.astuple(end)]
             source = self.copies[node, now]
@@ -283,25 +290,38 @@ class Member:
         return node
 
 
+def _order_in_memory(node: fx.Node) -> list[int]:
+    """The dimensions of a value, the outermost in memory first."""
+    value = value_of(node)
+    assert value is not None
+    return sorted(range(value.dim()), key=value.stride, reverse=True)
+
+
+def _fills_memory(node: fx.Node, order: Sequence[int]) -> bool:
+    """Whether a value's elements lie in an order of its dimensions, and there are no others in its
+    memory."""
+    value = value_of(node)
+    if value is None:
+        return False
+    own = value.untyped_storage().nbytes() == value.numel() * value.dtype.itemsize
+    return own and value.permute([*order]).is_contiguous()
+
+
+def _in_order(node: fx.Node) -> bool:
+    """Whether a value fills its memory in the order of its dimensions."""
+    value = value_of(node)
+    return value is not None and _fills_memory(node, range(value.dim()))
+
+
 def _check_whole(node: fx.Node, reader: fx.Node) -> None:
     """Raises ValueError if a value is a part of another one's memory, which a reader takes as it
     lies there."""
-    value = value_of(node)
-    assert value is not None
-    order = sorted(range(value.dim()), key=value.stride, reverse=True)
-    own = value.untyped_storage().nbytes() == value.numel() * value.dtype.itemsize
-    if not own or not value.permute(order).is_contiguous():
+    if not _fills_memory(node, _order_in_memory(node)):
         raise ValueError(
             f"shard: {reader.target} reads memory as it lies there, and what it reads is put "
             f"together of parts, in another order ({source_line(reader)}); leave the "
             "parameters whole that it is computed of"
         )
-
-
-def _in_order(node: fx.Node) -> bool:
-    """Whether the elements of a value lie in the order of its dimensions."""
-    value = value_of(node)
-    return value is not None and value.is_contiguous()
 
 
 def _names(node: fx.Node) -> list[str]:

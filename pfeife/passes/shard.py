@@ -6,13 +6,12 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import attrs
-import torch
 from torch import fx
 
 from pfeife.factors.equation import Place
 from pfeife.factors.ways import Way, Ways, dividing
 from pfeife.ir.members import Split
-from pfeife.ir.nodes import source_line
+from pfeife.ir.nodes import node_bytes, source_line
 from pfeife.ir.parts import Port, Role
 from pfeife.ir.program import Program
 from pfeife.passes.member_graph import Member
@@ -67,7 +66,7 @@ def shard(
         if program.calls or program.members > 1:
             raise ValueError("shard: the program is fused or sharded already; shard a flat one")
         ports = program.ports(Role.PARAMETER)
-        wanted = _by_kind(ports) if placements == "auto" else _by_name(ports, placements)
+        wanted = _by_name(ports, of_all(ports) if placements == "auto" else placements)
         places = {port.name: _places(port, wanted[port.name], members) for port in ports}
         free = {name for name, place in wanted.items() if isinstance(place, str)}
         ways = Ways(program, members, places, free)
@@ -82,15 +81,9 @@ def shard(
     return run
 
 
-def _result_bytes(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    values = value if isinstance(value, tuple | list) else [value]
-    return sum(v.numel() * v.dtype.itemsize for v in values if isinstance(v, torch.Tensor))
-
-
 # What is computed and copied decides where as many bytes are sent.
 _FEWEST_BYTES = Prices(
-    compute=lambda node: 1e-3 * _result_bytes(node),
+    compute=lambda node: 1e-3 * node_bytes(node),
     send=lambda size: size + 1.0,
     copy=lambda size: 1e-3 * size,
 )
@@ -107,7 +100,9 @@ def _chosen(program: Program, ways: Ways, prices: Prices, unknown: str) -> Mappi
     strict = unknown == "refuse"
     chosen = member_ways(program, ways, prices, strict)
     if chosen is None and strict:
-        _check_rules(ways, member_ways(program, ways, prices) or {})
+        gathering = member_ways(program, ways, prices)
+        if gathering is not None:
+            _check_rules(ways, gathering)
     if chosen is None:
         raise ValueError(
             "shard: no way was found to cut the parameters so; say how, by their names"
@@ -139,16 +134,20 @@ def _kept(program: Program, keepers: Mapping[str, int]) -> Program:
     return attrs.evolve(program, inputs=inputs, outputs=outputs)
 
 
-def _by_kind(ports: Sequence[Port]) -> dict[str, Any]:
-    """What "auto" alone means, by names of ports."""
-    return {port.name: "cut" if len(port.shape) > 1 else "auto" for port in ports}
+def of_all(ports: Sequence[Port]) -> dict[str, Literal["cut", "auto"]]:
+    """What "auto" alone means for parameters, by their names."""
+    return {port.fqn: "cut" if len(port.shape) > 1 else "auto" for port in ports}
 
 
 def _by_name(ports: Sequence[Port], placements: Placements) -> dict[str, Any]:
     """How each parameter shall be cut, by names of ports."""
     wanted: dict[str, Any] = dict.fromkeys((port.name for port in ports), None)
+    exactly = {name: port for port in ports for name in port.names}
     for pattern, place in placements.items():
-        named = [p for p in ports if any(fnmatchcase(name, pattern) for name in p.names)]
+        if pattern in exactly:
+            named = [exactly[pattern]]
+        else:
+            named = [p for p in ports if any(fnmatchcase(name, pattern) for name in p.names)]
         if not named:
             raise ValueError(f"shard: no parameter is called {pattern!r}")
         wanted |= {port.name: Place(place) if isinstance(place, int) else place for port in named}

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from rows import row
 from torch import fx, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -432,6 +432,7 @@ def a_model_that_torch_has_cut() -> None:
     model = parallelize_module(copy.deepcopy(plain), mesh["tp"], styles)
     with pytest.raises(ValueError, match=r"members=4: the model is cut already, over 2 ranks"):
         pfeife.compile(lambda tokens: model(tokens), microbatches=4, members=4)
+    assert isinstance(model.head.weight, DTensor), "what is refused is as it was"
 
 
 @row(ranks=(2,))
@@ -503,6 +504,24 @@ def a_keeper_that_fails() -> None:
     with pytest.raises((ValueError, RuntimeError), match="rank 1" if dist.get_rank() == 0 else ""):
         compiled.pipeline(state, list(loop.tokens.chunk(2)))
     loop.train()
+
+
+@row(ranks=(2,))
+def memory_that_is_read_as_it_lies() -> None:
+    """A sum of parts, seen the other way round: on ranks it comes in the order of dimensions."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(8, 4, bias=False).double(), torch.randn(6, 8).double()
+    plain = copy.deepcopy(model)
+
+    def computed(net):
+        return net(x).t().as_strided((3, 5), (5, 1)).square().sum()
+
+    step = pfeife.compile(lambda x: computed(model), members=2, parallel={"weight": 1})
+    for net, run in ((model, step), (plain, lambda x: computed(plain))):
+        run(x).backward()
+        with torch.no_grad():
+            net.weight.sub_(net.weight.grad)
+    alike(model, plain)
 
 
 @row(ranks=(2,))

@@ -6,19 +6,15 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from sent import DEAR_TO_COMPUTE
 from torch import nn
 
 import pfeife
 from pfeife.factors.equation import Place
 from pfeife.factors.rules import equation_of
-from pfeife.ir.nodes import node_bytes
-from pfeife.passes.member_ways import Prices
 from pfeife.passes.shard import shard
 from pfeife.testing import check_pass
 
-DEAR_TO_COMPUTE = Prices(
-    compute=lambda node: float(node_bytes(node) + 1), send=lambda size: 1e-3 * size, copy=float
-)
 OPERATIONS = {
     "add": (lambda a, b: a + b, (4, 6), (6,)),
     "broadcast": (lambda a, b: a * b, (4, 1, 6), (2, 1)),

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from decisions import CPU_CORE
-from sent import collectives
+from sent import DEAR_TO_COMPUTE, collectives
 from torch import nn
 
 import pfeife
@@ -131,6 +131,21 @@ def test_what_reads_memory_as_it_lies_there_is_not_given_another_order(places):
 
     flat = pfeife.capture(step, x, loss_reduction="sum")
     cut = shard(places, 2, unknown="gather")
+    check_pass(cut, flat, pfeife.state_of(flat, net), [x], rounding=None, within=1e-13)
+
+
+@pytest.mark.parametrize("prices", [None, DEAR_TO_COMPUTE])
+def test_a_sum_of_parts_may_lie_otherwise(prices):
+    """A reduction lies as what it reads does, and its parts are added as they lie."""
+    torch.manual_seed(0)
+    net, x = nn.Linear(8, 8).double(), torch.randn(2, 4, 8).double()
+
+    def step(x):
+        h = net(x).relu().transpose(0, 1).sum(-1)
+        return h.as_strided((2, 3), (3, 1)).square().sum()
+
+    flat = pfeife.capture(step, x, loss_reduction="sum")
+    cut = shard({"weight": 0}, 2, unknown="gather", prices=prices)
     check_pass(cut, flat, pfeife.state_of(flat, net), [x], rounding=None, within=1e-13)
 
 

@@ -1,6 +1,7 @@
 """The options `parallel` and `members`: how a step's parameters are cut over a group of ranks."""
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -13,7 +14,7 @@ from pfeife.frontend.placements import placements
 from pfeife.ir.parts import Role
 from pfeife.passes import shard
 from pfeife.passes.compose import Pass
-from pfeife.passes.shard import Placements
+from pfeife.passes.shard import Placements, of_all
 from pfeife.runtime.distributed.state.owned import Owned
 
 
@@ -45,10 +46,10 @@ def sharding(task: Task, captured: Captured) -> list[Pass]:
 
 def _auto(captured: Captured, owned: Mapping[str, Owned]) -> Placements:
     """All that may be cut is, but for what an earlier program has cut, or not: that stays so."""
-    return {
-        port.fqn: "cut" if len(port.shape) > 1 else "auto"
-        for port in captured.program.ports(Role.PARAMETER)
-    } | {name: "cut" if owner.member is not None else None for name, owner in owned.items()}
+    known: Placements = {
+        name: None if owner.member is None else "cut" for name, owner in owned.items()
+    }
+    return {**of_all(captured.program.ports(Role.PARAMETER)), **known}
 
 
 def _owned(task: Task, captured: Captured) -> dict[str, Owned]:
@@ -71,9 +72,10 @@ def _placements(task: Task, captured: Captured) -> dict[str, int | Place]:
     dims: dict[int, int | Place] = {
         id(tensors[name]): dim for name, dim in placements(roots, plan).items()
     }
-    for root in roots:
-        own = dict(root.named_parameters(remove_duplicate=False))
-        dims |= {id(own[name]): by_name.pop(name) for name in by_name.keys() & own.keys()}
+    own = [*chain(*(root.named_parameters(remove_duplicate=False) for root in roots))]
+    dims |= {id(tensor): by_name[name] for name, tensor in own if name in by_name}
     slots, ports = task.slots(captured), captured.program.ports(Role.PARAMETER)
     planned = {port.fqn: dims[id(t)] for port in ports if id(t := slots[port.name]) in dims}
-    return {**by_name, **planned}
+    in_models = {name for name, _ in own}
+    patterns = {name: dim for name, dim in by_name.items() if name not in in_models}
+    return {**patterns, **planned}

@@ -17,31 +17,48 @@ _PASSING = 1.0  # seconds for which nobody holds what is only looked at
 _THEIRS = ("torch.distributed.tensor.", "transformers.distributed.")
 
 
-def made_whole(models: Iterable[nn.Module]) -> tuple[int, dict[str, Place]]:
-    """Makes models whole again, in place, of which each rank has parts (collective); over how many
-    ranks they were cut, 1 for none, and where their parameters were, by names.
+def with_cuts(options: Mapping[str, Any], models: Sequence[nn.Module]) -> Mapping[str, Any]:
+    """The options of a step whose models may be cut over ranks already: over so many members, and
+    where they are. The models are made whole again, in place (collective): what told parts between
+    modules is gone, for it follows from the parameters.
 
-    What told parts between modules is gone, for it follows from the parameters. Raises ValueError
-    for what is cut over several dimensions of ranks, or is a sum of parts, and if somebody else has
-    the parameters that were: an optimizer would go on with these.
+    Raises ValueError for other options, for what is cut over several dimensions of ranks or is a
+    sum of parts, and if somebody else has the parameters that were: an optimizer would go on with
+    these.
     """
-    from torch.distributed.tensor import DTensor  # takes half a second, and few need it
-
-    members, places = 1, dict[str, Place]()
+    if not dist.is_available() or not dist.is_initialized() or is_wrapped(models):
+        return options  # the call refuses what is wrapped, with its name
+    # By tensor: a module may be reached by itself and in another one.
+    cuts = {
+        id(t): _cut(name, t) for model in reversed(models) for name, t in _in_parts(model).items()
+    }
+    members = max((size for _, size, _ in cuts.values()), default=1)
+    places = {name: place for name, _, place in cuts.values() if place is not None}
+    cut_so = {"members": members, "parallel": places} if members > 1 else {}
+    for name, value in cut_so.items():
+        if options.get(name, value) != value:
+            raise ValueError(
+                f"option {name}={options[name]!r}: the model is cut already, over {members} "
+                f"ranks; leave {name} out"
+            )
     for model in models:
-        tensors = (*model.named_parameters(), *model.named_buffers())
-        cut = {name: tensor for name, tensor in tensors if isinstance(tensor, DTensor)}
-        del tensors
-        where = {name: _cut(name, cut[name]) for name in cut}
-        members = max([members, *(size for size, _ in where.values())])
-        places |= {name: place for name, (_, place) in where.items() if place is not None}
-        if cut:
-            _replace(model, cut)
-    return members, places
+        _make_whole(model)
+    return {**options, **cut_so} if cuts else options
 
 
-def _replace(model: nn.Module, cut: dict[str, Any]) -> None:
-    """Puts whole tensors in the place of those with these names, which are forgotten."""
+def _in_parts(model: nn.Module) -> dict[str, Any]:
+    """The DTensors of a model, by their names."""
+    from torch.distributed.tensor import DTensor  # as heavy as all of torch.distributed
+
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return {name: tensor for name, tensor in tensors if isinstance(tensor, DTensor)}
+
+
+def _make_whole(model: nn.Module) -> None:
+    """Puts whole tensors in the place of a model's DTensors, and takes the hooks of these away."""
+    cut = _in_parts(model)
+    if not cut:
+        return
     whole = {id(tensor): _whole(tensor) for tensor in cut.values()}
     for module in model.modules():
         _leave(module)
@@ -72,12 +89,13 @@ def _replace(model: nn.Module, cut: dict[str, Any]) -> None:
         )
 
 
-def _cut(name: str, tensor: Any) -> tuple[int, Place | None]:
-    """Over how many ranks a DTensor is cut, and where, None if each has the whole of it."""
+def _cut(name: str, tensor: Any) -> tuple[str, int, Place | None]:
+    """The name of a DTensor, over how many ranks it is cut, and where, None if each has the whole
+    of it."""
     pairs = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
     cuts = [(placement, size) for placement, size in pairs if not placement.is_replicate()]
     if not cuts:
-        return 1, None
+        return name, 1, None
     (placement, size), *more = cuts
     if more or not hasattr(placement, "dim"):
         raise ValueError(
@@ -86,7 +104,7 @@ def _cut(name: str, tensor: Any) -> tuple[int, Place | None]:
             "data_parallel= do it for pipelines)"
         )
     # torch cuts products of several in blocks, as of queries and keys, by a class of its own.
-    return size, Place(placement.dim, getattr(placement, "split_factor", 1))
+    return name, size, Place(placement.dim, getattr(placement, "split_factor", 1))
 
 
 def _whole(tensor: Any) -> torch.Tensor:
@@ -120,20 +138,3 @@ def _flags(module: nn.Module) -> Iterable[dict[int, Any]]:
 
 def _is_theirs(function: Any) -> bool:
     return str(getattr(function, "__module__", "")).startswith(_THEIRS)
-
-
-def with_cuts(options: Mapping[str, Any], models: Sequence[nn.Module]) -> Mapping[str, Any]:
-    """The options of a step whose models are cut already: over so many members, and so. Raises
-    ValueError for other ones."""
-    if not dist.is_available() or not dist.is_initialized() or is_wrapped(models):
-        return options  # the call refuses what is wrapped, with its name
-    members, places = made_whole(models)
-    if members == 1:
-        return options
-    for name, value in {"members": members, "parallel": places}.items():
-        if options.get(name, value) != value:
-            raise ValueError(
-                f"option {name}={options[name]!r}: the model is cut already, over {members} "
-                f"ranks; leave {name} out"
-            )
-    return {**options, "members": members, "parallel": places}
