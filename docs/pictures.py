@@ -20,7 +20,7 @@ import pfeife
 from pfeife import report, sched
 from pfeife.__main__ import main as command_line
 from pfeife.report.extra import matplotlib
-from pfeife.report.spans import COLOURS, What
+from pfeife.report.spans import What
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import browser
@@ -28,7 +28,7 @@ import browser
 FOLDER = Path(__file__).parent / "pictures"
 RANKS, MICROBATCHES = 4, 8
 TWO_STAGES = ("interleaved", "breadth-first", "loops")  # a rank; those on a V have them anyway
-SIDES = {"F": COLOURS[What.FORWARD], "B": COLOURS[What.BACKWARD]}
+SIDES = {"F": What.FORWARD.colour, "B": What.BACKWARD.colour}
 Places = Mapping[str, tuple[float, float]]
 
 
@@ -198,7 +198,7 @@ def lines(axes: Any, edges: Iterable[tuple[str, str, dict]], places: Places, gap
             bent = "arc3,rad=-0.25" if abs(to - x) > 1.5 and not one["sent"] else "arc3"
             look = {"arrowstyle": "-|>", "color": "#888888", "lw": 0.7, "connectionstyle": bent}
             look |= {"shrinkA": gap, "shrinkB": gap, "mutation_scale": 7}
-            look |= {"linestyle": "--", "color": COLOURS[What.RECEIVE]} if one["sent"] else {}
+            look |= {"linestyle": "--", "color": What.RECEIVE.colour} if one["sent"] else {}
             axes.annotate("", places[target], places[source], arrowprops=look, zorder=1)
 
 

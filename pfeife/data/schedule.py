@@ -7,6 +7,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from functools import cached_property
 from reprlib import repr as short
+from typing import Self
 
 import attrs
 
@@ -15,17 +16,28 @@ from pfeife.ir.parts import Kind
 
 
 class Do(StrEnum):
-    """What an action does, in the words of torch.distributed.pipelining's CSV."""
+    """What an action does, in the words of torch.distributed.pipelining's CSV.
 
-    FORWARD = "F"
-    BACKWARD = "B"
-    INPUT_BACKWARD = "I"
-    WEIGHT_BACKWARD = "W"
-    SEND_F = "SEND_F"
-    RECV_F = "RECV_F"
-    SEND_B = "SEND_B"
-    RECV_B = "RECV_B"
-    REDUCE_GRAD = "REDUCE_GRAD"
+    `words` are those of errors, and `drawn` is the name of its colour in `report.What`.
+    """
+
+    FORWARD = "F", "the forward", "forward"
+    BACKWARD = "B", "the backward", "backward"
+    INPUT_BACKWARD = "I", "the input-backward", "input-backward"
+    WEIGHT_BACKWARD = "W", "the weight-backward", "weight-backward"
+    SEND_F = "SEND_F", "sending activations", "send"
+    RECV_F = "RECV_F", "receiving activations", "receive"
+    SEND_B = "SEND_B", "sending gradients", "send"
+    RECV_B = "RECV_B", "receiving gradients", "receive"
+    REDUCE_GRAD = "REDUCE_GRAD", "the reduction of gradients", "reduce"
+
+    words: str
+    drawn: str
+
+    def __new__(cls, text: str, words: str = "", drawn: str = "") -> Self:
+        do = str.__new__(cls, text)
+        do._value_, do.words, do.drawn = text, words, drawn
+        return do
 
     @property
     def kind(self) -> Kind | None:

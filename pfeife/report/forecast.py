@@ -6,7 +6,7 @@ import torch
 
 from pfeife.data.forecast import Forecast, RankForecast, StageForecast, Wait
 from pfeife.data.plan import Plan
-from pfeife.data.schedule import RECEIVES, Do
+from pfeife.data.schedule import RECEIVES, SENDS, Do
 from pfeife.data.timeline import Event, Timeline
 from pfeife.ir.flops import flops_of
 from pfeife.ir.microbatch import rows_and_tokens
@@ -137,6 +137,8 @@ def _doing(event: Event, stage_ranks: Sequence[int]) -> tuple[str, str]:
         return f"the link from rank {source} to rank {event.rank} carries messages", "messages"
     if action.do == Do.REDUCE_GRAD:
         return f"rank {event.rank} reduces gradients", "reduces"
+    if action.do in SENDS:
+        return f"rank {event.rank} sends", "messages"
     if action.do.kind:
         return f"rank {event.rank} computes", "computes"
-    return f"rank {event.rank} sends", "messages"
+    return f"rank {event.rank}: {action.do.words}", "computes"

@@ -1,7 +1,8 @@
 """Timelines as a trace that Perfetto and chrome://tracing open.
 
 The format is Chrome's Trace Event Format, as JSON: a process a rank, a thread for what it does and
-others for what it reduces meanwhile, arrows from sends to receives, counters of bytes.
+others for what it reduces meanwhile, arrows from sends to receives, counters of bytes. Perfetto
+takes a colour for each name without its digits, so for each kind.
 """
 
 import json
@@ -13,17 +14,6 @@ from pfeife.data.timeline import Timeline
 from pfeife.report.run import Run
 from pfeife.report.spans import Span, What, spans
 
-# Chrome's reserved colours; Perfetto takes one for each name without its digits, so for each kind.
-_COLOURS = {
-    What.FORWARD: "thread_state_runnable",
-    What.BACKWARD: "thread_state_iowait",
-    What.INPUT_BACKWARD: "rail_animation",
-    What.WEIGHT_BACKWARD: "thread_state_running",
-    What.SEND: "rail_load",
-    What.RECEIVE: "terrible",
-    What.REDUCE: "yellow",
-    What.WAIT: "grey",
-}
 _LANES = 100  # threads of one side: what a rank does, and lanes of its reductions
 
 
@@ -76,7 +66,7 @@ def _slices(
         name = f"wait for {span.action}" if span.what == What.WAIT else str(span.action)
         event = _slice(name, span.rank, thread, span.start, span.end)
         arguments = {"stage": span.action.stage, "microbatch": span.action.microbatch}
-        yield {**event, "cat": span.what.value, "cname": _COLOURS[span.what], "args": arguments}
+        yield {**event, "cat": span.what.value, "cname": span.what.trace_colour, "args": arguments}
 
 
 def _lane(ends: list[float], span: Span) -> int:

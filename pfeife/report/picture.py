@@ -10,7 +10,7 @@ from pfeife.data.timeline import Timeline
 from pfeife.lowering.lower import chain, insert_actions
 from pfeife.lowering.simulate import simulate
 from pfeife.report.extra import matplotlib
-from pfeife.report.spans import COLOURS, COMPUTES, Span, spans
+from pfeife.report.spans import COMPUTES, Span, spans
 
 _UNITS = {Do.FORWARD: 1.0, Do.BACKWARD: 2.0, Do.INPUT_BACKWARD: 1.0, Do.WEIGHT_BACKWARD: 1.0}
 _HEIGHT = 0.32  # inches of a row
@@ -96,13 +96,13 @@ def _shade(plt: Any, span: Span, stages: Sequence[int]) -> tuple[float, ...]:
     white = 0.0
     if len(stages) > 1:
         white = _LIGHTEST * (1 - stages.index(span.action.stage) / (len(stages) - 1))
-    return tuple(part + (1 - part) * white for part in plt.colors.to_rgb(COLOURS[span.what]))
+    return tuple(part + (1 - part) * white for part in plt.colors.to_rgb(span.what.colour))
 
 
 def _legend(plt: Any, axes: Any, computed: Sequence[Span]) -> None:
     kinds = [what for what in COMPUTES if any(span.what == what for span in computed)]
     # One box a kind: the shades of its stages would be an entry each.
-    boxes = [plt.patches.Patch(color=COLOURS[what]) for what in kinds]
+    boxes = [plt.patches.Patch(color=what.colour) for what in kinds]
     axes.legend(
         boxes,
         [what.value for what in kinds],

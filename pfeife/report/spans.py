@@ -1,49 +1,38 @@
 """A timeline as it is drawn: what each rank does when, waiting apart from receiving."""
 
 from enum import StrEnum
+from typing import Self
 
 import attrs
 
-from pfeife.data.schedule import SENDS, Action, Do, received_as
+from pfeife.data.schedule import SENDS, Action, received_as
 from pfeife.data.timeline import Timeline
 
 
 class What(StrEnum):
-    """What a rank does, in the words of the drawings."""
+    """What a rank does, in the words of the drawings, with its colours: ours, and that of Chrome's
+    reserved ones which traces name."""
 
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    INPUT_BACKWARD = "input-backward"
-    WEIGHT_BACKWARD = "weight-backward"
-    SEND = "send"
-    RECEIVE = "receive"
-    REDUCE = "reduce"
-    WAIT = "wait"
+    # By Okabe and Ito (https://jfly.uni-koeln.de/color/), which the colour-blind tell apart.
+    FORWARD = "forward", "#56b4e9", "thread_state_runnable"
+    BACKWARD = "backward", "#e69f00", "thread_state_iowait"
+    INPUT_BACKWARD = "input-backward", "#cc79a7", "rail_animation"
+    WEIGHT_BACKWARD = "weight-backward", "#009e73", "thread_state_running"
+    SEND = "send", "#0072b2", "rail_load"
+    RECEIVE = "receive", "#d55e00", "terrible"
+    REDUCE = "reduce", "#f0e442", "yellow"
+    WAIT = "wait", "#b8b8b8", "grey"
+
+    colour: str
+    trace_colour: str
+
+    def __new__(cls, text: str, colour: str = "", trace_colour: str = "") -> Self:
+        what = str.__new__(cls, text)
+        what._value_, what.colour, what.trace_colour = text, colour, trace_colour
+        return what
 
 
-_WORDS = {
-    Do.FORWARD: What.FORWARD,
-    Do.BACKWARD: What.BACKWARD,
-    Do.INPUT_BACKWARD: What.INPUT_BACKWARD,
-    Do.WEIGHT_BACKWARD: What.WEIGHT_BACKWARD,
-    Do.SEND_F: What.SEND,
-    Do.SEND_B: What.SEND,
-    Do.RECV_F: What.RECEIVE,
-    Do.RECV_B: What.RECEIVE,
-    Do.REDUCE_GRAD: What.REDUCE,
-}
 COMPUTES = (What.FORWARD, What.BACKWARD, What.INPUT_BACKWARD, What.WEIGHT_BACKWARD)
-# By Okabe and Ito (https://jfly.uni-koeln.de/color/), which the colour-blind tell apart.
-COLOURS = {
-    What.FORWARD: "#56b4e9",
-    What.BACKWARD: "#e69f00",
-    What.INPUT_BACKWARD: "#cc79a7",
-    What.WEIGHT_BACKWARD: "#009e73",
-    What.SEND: "#0072b2",
-    What.RECEIVE: "#d55e00",
-    What.REDUCE: "#f0e442",
-    What.WAIT: "#b8b8b8",
-}
 
 
 @attrs.frozen
@@ -69,7 +58,7 @@ def spans(timeline: Timeline) -> tuple[Span, ...]:
     sent = {received_as(e.action): e.start for e in timeline.events if e.action.do in SENDS}
     drawn_spans = []
     for event in timeline.events:
-        what, action, start = _WORDS[event.action.do], event.action, event.start
+        what, action, start = What(event.action.do.drawn), event.action, event.start
         if what == What.RECEIVE:
             # A message may have been sent before it is asked for: then nobody has waited.
             begins = min(max(sent.get(action, start), start), event.end)

@@ -7,20 +7,9 @@ from types import FrameType
 import attrs
 from torch import fx
 
-from pfeife.data.schedule import Action, Do
+from pfeife.data.schedule import Action
 from pfeife.ir.nodes import find_node, source_line
 
-_WORDS = {
-    Do.FORWARD: "the forward",
-    Do.BACKWARD: "the backward",
-    Do.INPUT_BACKWARD: "the input-backward",
-    Do.WEIGHT_BACKWARD: "the weight-backward",
-    Do.SEND_F: "sending activations",
-    Do.RECV_F: "receiving activations",
-    Do.SEND_B: "sending gradients",
-    Do.RECV_B: "receiving gradients",
-    Do.REDUCE_GRAD: "the reduction of gradients",
-}
 _LONGEST = 2000  # characters of a cause that travel to the other ranks
 
 
@@ -63,7 +52,7 @@ class CollectiveError(ValueError):
 def describe(action: Action) -> str:
     """An action in words: its text form, what it is, for which stage and microbatch."""
     microbatch = "" if action.microbatch is None else f", microbatch {action.microbatch}"
-    return f"action {action} ({_WORDS[action.do]} of stage {action.stage}{microbatch})"
+    return f"action {action} ({action.do.words} of stage {action.stage}{microbatch})"
 
 
 def explain(error: BaseException, rank: int, action: Action) -> None:

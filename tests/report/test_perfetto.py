@@ -10,9 +10,7 @@ import pfeife
 from pfeife import report, sched
 from pfeife.data.schedule import RECEIVES, SENDS, Do, Schedule
 from pfeife.lowering.simulate import simulate
-from pfeife.report.perfetto import _COLOURS as TRACE_COLOURS
-from pfeife.report.spans import _WORDS, COLOURS, What
-from pfeife.runtime import failure
+from pfeife.report.spans import What
 
 NEEDED = {
     "X": {"name", "cat", "ph", "pid", "tid", "ts", "dur"},
@@ -86,7 +84,7 @@ def test_reductions_have_rows_of_their_own():
         assert ("REDUCE" in one["name"]) == (names[one["pid"], one["tid"]] == "reductions")
 
 
-def test_every_action_has_words_and_colours():
-    """Where an action is told and drawn: whoever adds one finds them here."""
-    assert {*failure._WORDS} == {*_WORDS} == {*Do}
-    assert {*COLOURS} == {*TRACE_COLOURS} == {*What}
+def test_every_action_is_told_and_drawn():
+    assert {What(do.drawn) for do in Do} == {*What} - {What.WAIT}
+    assert all(do.words and Do(do.value) is do for do in Do)
+    assert len({what.colour for what in What}) == len({w.trace_colour for w in What}) == len(What)

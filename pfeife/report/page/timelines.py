@@ -7,7 +7,7 @@ from pfeife.data.timeline import Timeline
 from pfeife.report.page.elements import Html, table
 from pfeife.report.page.figures import figure, line
 from pfeife.report.run import Run
-from pfeife.report.spans import COLOURS, COMPUTES, Span, What, idle, spans
+from pfeife.report.spans import COMPUTES, Span, What, idle, spans
 
 Sides = Sequence[tuple[str, Run]]
 _HATCHES = {  # beside the colours
@@ -126,7 +126,7 @@ def _trace(
     page.js makes corners and says what is under the pointer."""
     # plotly's own bars, an element each, take seconds for some thousands; polygons of one element
     # take none, but plotly does not tell which of them is pointed at.
-    hatch = {"fgcolor": "rgba(0,0,0,.45)", "bgcolor": COLOURS[what], "size": 5, "solidity": 0.25}
+    hatch = {"fgcolor": "rgba(0,0,0,.45)", "bgcolor": what.colour, "size": 5, "solidity": 0.25}
     fill = {"fillpattern": {**hatch, "shape": _HATCHES[what]}} if what in _HATCHES else {}
     return {
         "type": "scatter",
@@ -139,7 +139,7 @@ def _trace(
             for span in sorted(kind_spans, key=lambda span: (span.rank, span.start))
         ],
         "fill": "toself",
-        "fillcolor": COLOURS[what],
+        "fillcolor": what.colour,
         "line": {"width": 0.4, "color": "rgba(0,0,0,.55)", "simplify": False},
         **fill,
     }
