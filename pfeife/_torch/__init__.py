@@ -7,7 +7,7 @@ joint graph) and `surroundings` (what that depends on), then `sizes`, `size_arit
 (what only data tell); `tensors` and `operations` are about their namesakes, `absent` about tensors
 whose values are not here, `attention` about its kernels, `missing_rules` about what torch lacks for
 some operations. `modules`, `process_groups` and `trace` are about what their names say,
-`checkpoints` reads the list of one.
+`checkpoints` reads the list of one, and `fully_sharded` undoes what `fully_shard` does.
 """
 
 # The names are imported for others: a list of them in `__all__` would say each twice.
@@ -80,6 +80,7 @@ from pfeife._torch.dynamo import (
     whole_graph,
     willing,
 )
+from pfeife._torch.fully_sharded import leave_fully_shard, precision_of_shards
 from pfeife._torch.kernel_numbers import INSTEAD, MARK, floats, numbers_for_kernels
 from pfeife._torch.missing_rules import as_captured
 from pfeife._torch.modules import (

@@ -9,6 +9,7 @@ TOPICS = (
     "loops",
     "channels",
     "members",
+    "fully_sharded",
     "refusals",
     "memory",
     "deferred",

@@ -70,6 +70,8 @@ def loop_is_that_of_one_device(total: bool, values: bool | None, **options: Any)
     told, None where each replica has a loader of its own."""
     torch._dynamo.reset()
     model, plain = tagger(total)
+    if total and values is None:
+        options["loss_reduction"] = "sum"  # which it has to be told where replicas have own batches
     step = pfeife.compile(model, microbatches=4, **options)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain)]
     own = values is None

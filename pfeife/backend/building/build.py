@@ -30,6 +30,7 @@ from pfeife.backend.building.task import Task
 from pfeife.backend.graphs import Graph
 from pfeife.backend.settings.declared import declared_sizes, with_marks
 from pfeife.backend.settings.option_checks import boundaries, described
+from pfeife.backend.settings.options import Options
 from pfeife.cost import memory_curves
 from pfeife.data.garbage import seldom_collected
 from pfeife.data.machine import Machine
@@ -94,6 +95,24 @@ def estimated_seconds(
     return sum(call.seconds or 0.0 for call in priced.calls)
 
 
+def _check_apart(options: Options, program: Program) -> None:
+    """Raises CollectiveError if each replica has its own batch, and nobody says what its loss is of
+    that of all."""
+    losses = program.ports(Role.LOSS)
+    if program.ports(Role.TANGENT) and not losses:
+        raise CollectiveError(
+            "option batch='replica': with the loss outside of the step nobody knows what the "
+            "loss of one replica is of that of all; return the loss from the step"
+        )
+    if options.loss_reduction == "auto" and any(port.reduction == "sum" for port in losses):
+        raise CollectiveError(
+            "option batch='replica': the loss is a sum over rows, and DDP and FSDP would divide "
+            f"the gradients of {options.apart} replicas by {options.apart}. Return a mean, or say "
+            "loss_reduction='sum' if the sum over the rows of all replicas is meant, as one device "
+            "would compute it (a sum divided by a count of all of them, say)"
+        )
+
+
 @seldom_collected()
 def _compiled(task: Task) -> Compiled:
     """All phases, for this process."""
@@ -116,11 +135,8 @@ def _compiled(task: Task) -> Compiled:
     text = f"{task.builder.asked}\n{clusters}"
     if world:
         world.check_agreement(text, "the program")
-    if options.apart > 1 and program.ports(Role.TANGENT) and not program.ports(Role.LOSS):
-        raise CollectiveError(
-            "option batch='replica': with the loss outside of the step nobody knows what the "
-            "loss of one replica is of that of all; return the loss from the step"
-        )
+    if options.apart > 1:
+        _check_apart(options, program)
     if world:
         task.builder.lay_out(world, task.args, planning)
     tried: list[Tried] = []

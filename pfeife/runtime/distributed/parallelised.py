@@ -1,4 +1,5 @@
-"""Models that torch's `parallelize_module`, or Hugging Face's `tp_plan`, has cut over ranks."""
+"""Models that torch's `parallelize_module` or `fully_shard`, or Hugging Face's `tp_plan`, has cut
+over ranks."""
 
 import gc
 import sys
@@ -10,17 +11,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pfeife import _torch
 from pfeife.factors import Place
+from pfeife.runtime.distributed.fully_sharded import as_replicas, fully_sharded
 from pfeife.runtime.distributed.wrapped import is_wrapped
 
 _PASSING = 1.0  # seconds for which nobody holds what is only looked at
-_THEIRS = ("torch.distributed.tensor.", "transformers.distributed.")
+_THEIRS = ("torch.distributed.tensor.", "torch.distributed.fsdp.", "transformers.distributed.")
 
 
 def with_cuts(options: Mapping[str, Any], models: Sequence[nn.Module]) -> Mapping[str, Any]:
     """The options of a step whose models may be cut over ranks already: over so many members, and
-    where they are. The models are made whole again, in place (collective): what told parts between
-    modules is gone, for it follows from the parameters.
+    where they are; or, where `fully_shard` was called, over so many replicas. The models are made
+    whole again, in place (collective): what told parts between modules is gone, for it follows from
+    the parameters.
 
     Raises ValueError for other options, for what is cut over several dimensions of ranks or is a
     sum of parts, and if somebody else has the parameters that were: an optimizer would go on with
@@ -28,12 +32,30 @@ def with_cuts(options: Mapping[str, Any], models: Sequence[nn.Module]) -> Mappin
     """
     if not dist.is_available() or not dist.is_initialized() or is_wrapped(models):
         return options  # the call refuses what is wrapped, with its name
+    sharded = fully_sharded(models)
+    for _, module in sharded:
+        module.reshard()  # after a forward some modules have whole parameters, and optimizers parts
     # By tensor: a module may be reached by itself and in another one.
-    cuts = {
-        id(t): _cut(name, t) for model in reversed(models) for name, t in _in_parts(model).items()
-    }
-    members = max((size for _, size, _ in cuts.values()), default=1)
-    places = {name: place for name, _, place in cuts.values() if place is not None}
+    tensors = {id(t): (n, t) for model in reversed(models) for n, t in _in_parts(model).items()}
+    if not tensors:
+        return options
+    if sharded:
+        cut_options = as_replicas(options, sharded, [*tensors.values()])
+    else:
+        cut_options = _over_members(options, [*tensors.values()])
+    tensors.clear()  # who else has one of them is refused
+    for model in models:
+        _make_whole(model)
+    return cut_options
+
+
+def _over_members(
+    options: Mapping[str, Any], tensors: Sequence[tuple[str, Any]]
+) -> Mapping[str, Any]:
+    """The options of a step whose parameters are cut over members. Raises ValueError for others."""
+    cuts = [_cut(name, tensor) for name, tensor in tensors]
+    members = max(size for _, size, _ in cuts)
+    places = {name: place for name, _, place in cuts if place is not None}
     cut_so = {"members": members, "parallel": places} if members > 1 else {}
     for name, value in cut_so.items():
         if options.get(name, value) != value:
@@ -41,9 +63,7 @@ def with_cuts(options: Mapping[str, Any], models: Sequence[nn.Module]) -> Mappin
                 f"option {name}={options[name]!r}: the model is cut already, over {members} "
                 f"ranks; leave {name} out"
             )
-    for model in models:
-        _make_whole(model)
-    return {**options, **cut_so} if cuts else options
+    return {**options, **cut_so}
 
 
 def _in_parts(model: nn.Module) -> dict[str, Any]:
@@ -62,20 +82,22 @@ def _make_whole(model: nn.Module) -> None:
     whole = {id(tensor): _whole(tensor) for tensor in cut.values()}
     for module in model.modules():
         _leave(module)
+        _torch.leave_fully_shard(module)
         kinds: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for own in kinds:
             for name in [name for name, tensor in own.items() if id(tensor) in whole]:
                 own[name] = whole[id(own[name])]
-    gc.collect()  # what nobody can reach has nothing
     held = ""
     while cut and not held:
         name, tensor = cut.popitem()
-        # Threads may look at all parameters in passing, as those that answer other ranks.
+        # Threads may look at all parameters in passing, as those that answer other ranks; what nobody
+        # can reach has nothing, but for the moment in which another thread collects garbage.
         ends = time.monotonic() + _PASSING
         while sys.getrefcount(tensor) > 2:  # by this function and the call
             if time.monotonic() > ends:
                 held = name
                 break
+            gc.collect()
             time.sleep(0.01)
     # All ranks go on, or none.
     device = next(iter(whole.values())).device

@@ -1,0 +1,105 @@
+"""Models that torch's `fully_shard` has shared out over ranks: replicas that share out state."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from pfeife import _torch
+from pfeife.data.machine import Mesh
+from pfeife.runtime.distributed.batches.meshes import mesh_of
+
+
+def fully_sharded(models: Iterable[nn.Module]) -> list[tuple[str, Any]]:
+    """The modules of these that `fully_shard` was called on, with their names."""
+    from torch.distributed.fsdp import FSDPModule  # as heavy as all of torch.distributed
+
+    modules = (pair for model in models for pair in model.named_modules())
+    return [(name or type(m).__name__, m) for name, m in modules if isinstance(m, FSDPModule)]
+
+
+def as_replicas(
+    options: Mapping[str, Any],
+    sharded: Sequence[tuple[str, nn.Module]],
+    tensors: Sequence[tuple[str, Any]],
+) -> Mapping[str, Any]:
+    """The options for models in which `fully_shard` was called on some modules (collective): as
+    many replicas as there are ranks with a part of each of the DTensors, which share out state, and
+    each of which gives its own batch. `tensors` are the DTensors with their names.
+
+    Raises ValueError for other options, for precisions, and for parts of other ranks.
+    """
+    for name, module in sharded:
+        _check_precision(name, module)
+    groups = {_ranks_of(name, tensor): name for name, tensor in reversed(tensors)}
+    first, *others = groups.values()
+    if others:
+        raise ValueError(
+            f"fully_shard has put {others[0]} on other ranks than {first}: pfeife takes models of "
+            "which each parameter is on the same ones"
+        )
+    (group,) = groups
+    mesh = _mesh(group, torch.device(tensors[0][1].device_mesh.device_type))
+    chosen = mesh_of(options.get("mesh"))
+    if chosen is not None and _replicas(chosen) != _replicas(mesh):
+        raise ValueError(
+            f"option mesh={options['mesh']!r}: its replicas are the ranks {_in_words(chosen)}, and "
+            f"fully_shard has shared out the model over the ranks {_in_words(mesh)}"
+        )
+    if options.get("replicas", mesh.replicas) != mesh.replicas:
+        raise ValueError(
+            f"option replicas={options['replicas']}: fully_shard has shared out the model over "
+            f"{mesh.replicas} ranks; leave replicas out"
+        )
+    return {"data_parallel": "shard", "batch": "replica", "mesh": mesh, **options}
+
+
+def _check_precision(name: str, module: nn.Module) -> None:
+    policy = _torch.precision_of_shards(module)
+    dtypes = ("param_dtype", "reduce_dtype", "output_dtype")
+    if any(getattr(policy, dtype) is not None for dtype in dtypes):
+        raise ValueError(
+            f"fully_shard of {name} has {policy}: leave mp_policy out, and say "
+            "param_dtype='bfloat16' to pfeife.compile, which casts what a step computes with and "
+            "adds gradients up in float32"
+        )
+
+
+def _ranks_of(name: str, tensor: Any) -> tuple[int, ...]:
+    """The ranks that have parts of a DTensor."""
+    mesh: DeviceMesh = tensor.device_mesh
+    if tensor.device.type != mesh.device_type:
+        raise ValueError(
+            f"fully_shard has put {name} on {tensor.device.type}, and its ranks compute on "
+            f"{mesh.device_type}: give parameters values there before pfeife.compile is called, "
+            "and leave offload_policy out"
+        )
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"fully_shard has put {name} over a mesh of {mesh.ndim} dimensions, "
+            f"{list(tensor.placements)}: pfeife takes what is shared out over one; the others are "
+            "options of pfeife.compile (replicas=, members=)"
+        )
+    return tuple(mesh.mesh.tolist())
+
+
+def _mesh(group: Sequence[int], device: torch.device) -> Mesh:
+    """All ranks, those of a group as replicas of one another (collective)."""
+    own = torch.tensor(group, device=device)
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, own)
+    groups = sorted({tuple(part.tolist()) for part in parts})
+    order = tuple(rank for pipeline in zip(*groups, strict=True) for rank in pipeline)
+    return Mesh(len(groups), len(group), order)
+
+
+def _replicas(mesh: Mesh) -> set[frozenset[int]]:
+    """Which ranks do the same work for other batches."""
+    return {frozenset(ranks) for ranks in zip(*mesh.pipelines, strict=True)}
+
+
+def _in_words(mesh: Mesh) -> str:
+    return " and ".join(str(sorted(ranks)) for ranks in sorted(map(sorted, _replicas(mesh))))

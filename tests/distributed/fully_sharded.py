@@ -1,0 +1,111 @@
+"""Models that `fully_shard` has shared out over ranks: replicas, in the loop that was there."""
+
+import copy
+import os
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from rows import row
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import pfeife
+
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 5))
+    return nn.Sequential(nn.Linear(3, 5), nn.GELU(), inner, nn.Linear(5, 3)).double()
+
+
+def shared_out(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
+    fully_shard(model[2], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def trained(
+    model: nn.Module, step: Callable, batches: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Losses, with what clipping sees of the gradients. Dimensions that ranks do not divide."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    figures = []
+    for batch in batches:
+        loss = step(batch)
+        loss.backward()
+        figures += [loss.detach(), nn.utils.clip_grad_norm_(model.parameters(), 0.1).detach()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return figures
+
+
+@row(ranks=(2, 4))
+def a_model_under_fully_shard() -> None:
+    """With ranks of a pipeline that are no neighbours, as torch's meshes have them; checkpoints of
+    it are those of a model that was never shared out."""
+    replicas = 2
+    mesh = init_device_mesh("cpu", (WORLD // replicas, replicas), mesh_dim_names=("pp", "dp"))["dp"]
+    plain = net()
+    model = shared_out(copy.deepcopy(plain), mesh)
+    model(torch.ones(1, 3).double()).sum().backward()  # the last modules stay whole after that
+    model.zero_grad()
+    step = pfeife.compile(lambda x: model(x).square().mean(), microbatches=4)
+    assert type(model) is nn.Sequential and not any("composable" in name for name in vars(model))
+    batches = torch.randn(3, 8, 3).double()
+    own = [batch.chunk(replicas)[mesh.get_local_rank()] for batch in batches]
+    torch.testing.assert_close(
+        trained(model, step, own),
+        trained(plain, lambda x: plain(x).square().mean(), [*batches]),
+        **{"rtol": 1e-12, "atol": 0},
+    )
+    options = step.backend.options
+    assert (options.data_parallel, options.batch, options.replicas) == ("shard", "replica", 2)
+    for name, value in pfeife.full_state_dict(model).items():
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-12, atol=1e-14)
+
+
+@row(ranks=(2,))
+def what_fully_shard_has_other_than_replicas_have() -> None:
+    mesh = init_device_mesh("cpu", (WORLD,))
+
+    def refused(words: str, model: nn.Module, **options: object) -> None:
+        with pytest.raises(ValueError, match=words):
+            pfeife.compile(lambda x: model(x).mean(), microbatches=4, **options)
+        assert isinstance(model[2][0].weight, DTensor), "what is refused is as it was"
+
+    model = shared_out(net(), mesh)
+    refused("option replicas=1: fully_shard has shared out the model over 2", model, replicas=1)
+    refused(r"its replicas are the ranks \[0\] and \[1\], and fully_shard", model, mesh="2")
+    precise = net()
+    fully_shard(precise, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    refused("leave mp_policy out, and say param_dtype='bfloat16'", precise)
+    hybrid = net()
+    fully_shard(hybrid, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "shard")))
+    refused("over a mesh of 2 dimensions", hybrid)
+    with torch.device("meta"):
+        empty = fully_shard(net(), mesh=mesh)
+    refused("has put .* on meta, and its ranks compute on cpu: give parameters values", empty)
+
+    model = shared_out(net(), mesh)
+    optimizer = torch.optim.SGD(model.parameters())
+    model(torch.ones(1, 3).double()).sum().backward()
+    with pytest.raises(ValueError, match="something still has it as it was, as an optimizer"):
+        pfeife.compile(lambda x: model(x).mean(), microbatches=4)
+    assert optimizer
+
+
+@row(ranks=(2,))
+def a_sum_over_the_rows_of_a_replica() -> None:
+    """DDP and FSDP divide its gradients by the number of replicas, one device does not."""
+    model, x = net(), torch.randn(8, 3).double()
+    options = {"microbatches": 4, "replicas": 2, "batch": "replica"}
+    step = pfeife.compile(lambda x: model(x).square().sum(), **options)
+    with pytest.raises(pfeife.CollectiveError, match="would divide the gradients of 2 replicas"):
+        step(x)
+    step = pfeife.compile(lambda x: model(x).square().sum(), **options, loss_reduction="sum")
+    torch.testing.assert_close(step(x).detach(), 2 * model(x).square().sum().detach())
