@@ -27,7 +27,7 @@ LAYERS = [
 ]
 DISTRIBUTED = {
     *{("cost", "network"), ("runtime", "distributed")},
-    *{("frontend", "deferred"), ("_torch", "checkpoints")},
+    *{("frontend", "deferred"), ("_torch", "checkpoints"), ("_torch", "fully_sharded")},
 }
 APART = {"passes", "runtime"}  # what they share lives below them
 

@@ -7,7 +7,7 @@ joint graph) and `surroundings` (what that depends on), then `sizes`, `size_arit
 (what only data tell); `tensors` and `operations` are about their namesakes, `absent` about tensors
 whose values are not here, `attention` about its kernels, `missing_rules` about what torch lacks for
 some operations. `modules`, `process_groups` and `trace` are about what their names say,
-`checkpoints` reads the list of one, and `fully_sharded` undoes what `fully_shard` does.
+`checkpoints` reads the list of one, and `fully_sharded` undoes what FSDP has done.
 """
 
 # The names are imported for others: a list of them in `__all__` would say each twice.

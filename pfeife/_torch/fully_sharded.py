@@ -4,11 +4,10 @@ from typing import Any
 
 from torch import nn
 
-# torch tells the module's class, hooks of its state and a record of who has changed it. If they
-# move: `fully_shard` has no way back, and models are refused as before it was called on them.
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
-
+# Attributes of modules: marks, and dicts of who has changed a module, by keys that begin so. If
+# they move: `fully_shard` has no way back, and the call refuses what is left of it.
 _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
+_RECORDS = "__composable_api_state_key"
 _THEIRS = "torch.distributed.fsdp."
 
 
@@ -29,12 +28,12 @@ def leave_fully_shard(module: nn.Module) -> None:
     attributes = vars(module)
     for mark in _MARKS:
         attributes.pop(mark, None)
-    for key in (STATE_KEY, REGISTRY_KEY):
-        changed_by = attributes.get(key, {})
+    for key in [key for key in attributes if key.startswith(_RECORDS)]:
+        changed_by = attributes[key]
         for who in [who for who in changed_by if getattr(who, "__name__", who) == "fully_shard"]:
             del changed_by[who]
         if not changed_by:
-            attributes.pop(key, None)
+            del attributes[key]
     saving, loading = module._state_dict_pre_hooks, module._load_state_dict_pre_hooks
     for hooks in (saving, loading, module._load_state_dict_post_hooks):
         for number, hook in list(hooks.items()):

@@ -8,8 +8,8 @@ and `process_group` (how they find one another).
 parameters, gradients and optimizers where they are trained, `served/` answers who asks for those of
 another rank, `batches/` has what ranks are given. `batch_norms` joins what those of replicas have
 found. Tensors that travel together are a message by `packing`. `whole_state` tells members of a
-group their parts of what one of them keeps. `parallelised` takes models that are cut over ranks
-already, `wrapped` refuses those that DDP or FSDP distributes.
+group their parts of what one of them keeps. `parallelised` and `fully_sharded` take models that are
+cut over ranks already, `wrapped` refuses those that DDP or FSDP distributes.
 """
 
 from pfeife.runtime.distributed.pipeline import DistributedPipeline, DistributedStep

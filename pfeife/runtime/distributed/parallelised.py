@@ -90,8 +90,8 @@ def _make_whole(model: nn.Module) -> None:
     held = ""
     while cut and not held:
         name, tensor = cut.popitem()
-        # Threads may look at all parameters in passing, as those that answer other ranks; what nobody
-        # can reach has nothing, but for the moment in which another thread collects garbage.
+        # Threads may look at all parameters in passing, as those that answer other ranks. What
+        # nobody can reach holds nothing, unless another thread collects garbage at this moment.
         ends = time.monotonic() + _PASSING
         while sys.getrefcount(tensor) > 2:  # by this function and the call
             if time.monotonic() > ends:
