@@ -139,6 +139,9 @@ class Ends:
         for end in self.known.values():
             if isinstance(end, Outgoing):
                 end.close()
+        # Whoever keeps a step of a world that has failed, as Dynamo does, keeps no file of it.
+        if self.blocks is not None:
+            self.blocks.close()
 
     def incoming(self, connection: Connection) -> Incoming:
         """The receiver's, which asks the sender whether it can map blocks."""
