@@ -10,8 +10,9 @@ from torch import Tensor, fx
 
 from pfeife.compilers.piece import inputs
 from pfeife.ir.absorb import absorb
+from pfeife.ir.members import MEANING, scratch
 from pfeife.ir.messages import call_of, holders
-from pfeife.ir.nodes import node_bytes, receive, returned
+from pfeife.ir.nodes import node_bytes, receive, returned, value_of
 from pfeife.ir.outline import storage_owner
 from pfeife.ir.parts import Kind, Role
 from pfeife.ir.program import Program
@@ -138,9 +139,19 @@ class Body:
         live = peak = 0
         for index, node in enumerate(nodes):
             live += born[node]
-            peak = max(peak, live)
+            peak = max(peak, live + _scratch(node))
             live -= dying[index]
         return Body(sizes, results, peak)
+
+
+def _scratch(node: fx.Node) -> int:
+    """Bytes that an operation needs beside what it reads and gives, as far as we run it."""
+    target: Any = node.target
+    if target not in MEANING:
+        return 0
+    value = value_of(node.all_input_nodes[0])
+    assert value is not None
+    return scratch(target, value, *node.args[1:])
 
 
 def _parts(

@@ -16,6 +16,7 @@ these in one process, and ranks give the same bits.
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -106,10 +107,25 @@ class Split:
         piece = blocks.select(self.dim + 1, member)
         return piece.flatten(self.dim, self.dim + 1).contiguous()
 
+    def stacked(self, value: torch.Tensor) -> torch.Tensor:
+        """Every member's part of a whole tensor, [members, *part]: a view where the parts lie one
+        behind the other already (`in_order`)."""
+        blocks = value.unflatten(self.dim, (self.before, self.members, -1))
+        parts = blocks.movedim(self.dim + 1, 0).flatten(self.dim + 1, self.dim + 2)
+        return parts.contiguous()
+
     def join(self, parts: Tensors) -> torch.Tensor:
         """The whole tensor of every member's part."""
-        pieces = [value.unflatten(self.dim, (self.before, -1)) for value in parts]
-        return torch.stack(pieces, self.dim + 1).flatten(self.dim, self.dim + 2)
+        return self.joined(torch.stack([*parts]))
+
+    def joined(self, stack: torch.Tensor) -> torch.Tensor:
+        """The whole tensor of every member's part, [members, *part]; a view as `stacked` is."""
+        blocks = stack.unflatten(self.dim + 1, (self.before, -1)).movedim(0, self.dim + 1)
+        return blocks.flatten(self.dim, self.dim + 2)
+
+    def in_order(self, shape: Sequence[int]) -> bool:
+        """Whether the parts of a contiguous tensor lie one behind the other."""
+        return self.before * math.prod(shape[: self.dim]) == 1
 
     def whole(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of a whole tensor, of whose parts this is the shape."""
@@ -165,6 +181,37 @@ def messages(collective: Callable[..., Any], size: int, members: int) -> list[in
     if collective is all_reduce and members > 2 and size > _SMALL:
         return [-(-size // members)] * 2
     return [size]
+
+
+def scratch(collective: Callable[..., Any], value: torch.Tensor, *rest: Any) -> int:
+    """The most bytes that a member needs while it runs a collective, beside its tensor and the
+    result: what it sends, if that is a copy, and what it is sent (`links.collectives`)."""
+    if collective in ALONE:
+        return 0
+    size, shape = value.numel() * value.dtype.itemsize, value.shape
+    members: int = rest[0] if collective is all_reduce else rest[-1]
+    copy = 0 if value.is_contiguous() else size
+    # Two swap. More gather, for which torch makes a flat copy of all that arrives.
+    gathering = copy + (members if members == 2 else 2 * members) * size
+    if collective is all_gather:
+        ordered = Split(rest[0], members, rest[1]).in_order(shape)
+        return max(gathering, members * size * (1 if ordered else 2)) - members * size
+    if collective is reduce_scatter:
+        ordered = Split(rest[0], members, rest[1]).in_order(shape)
+        return max(size, (copy if ordered else size) + size - size // members)
+    if collective is all_to_all:
+        old, new = Split(rest[0], members, rest[1]), Split(rest[2], members, rest[3])
+        joining = 0 if old.in_order(old.local(shape)) else 1
+        if old.dim == new.dim:  # all of it comes, of which a part is kept
+            return max(gathering, members * size * (1 + joining), (members + 1) * size) - size
+        return max(copy if new.in_order(shape) else size, joining * size)
+    if members == 2:
+        return copy
+    if len(messages(collective, size, members)) == 1:
+        return gathering - size
+    padded = -(-value.numel() // members) * members * value.dtype.itemsize
+    sent = max(copy, padded if padded > size else 0)
+    return max(sent + padded, padded // members + 2 * padded) - size
 
 
 @attrs.frozen(eq=False)

@@ -42,6 +42,7 @@ from pfeife.ir.members import (
 from pfeife.runtime.distributed.links.collectives import Collectives
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.distributed.process_group import join_world
+from pfeife.runtime.profile import profile_memory
 
 CPU_CORE = machine("cpu-core")
 
@@ -168,6 +169,29 @@ def each_collective() -> None:
             check(part, values, *place, members)
             for other in ((0, 1), (1, 2), (1, 4)):
                 check(all_to_all, values, *place, *other, members)
+
+
+@row(ranks=(2, 4))
+def memory_of_members_is_as_said() -> None:
+    """By the account, to the byte; the least of three steps, since torch's threads may still have
+    what they worked on."""
+    members, tokens = int(os.environ["WORLD_SIZE"]), torch.randint(24, (8, 6))
+    torch.manual_seed(0)
+    model = Words()
+    program = pfeife.capture(lambda tokens: model(tokens), tokens)
+    for places in (PLACES, "auto"):
+        local = pfeife.compose(pfeife.shard(places, members), pfeife.fuse())(program)
+        local = pfeife.annotate(estimate(local, CPU_CORE))(local)
+        plan = sched.plan(local, machine=CPU_CORE, microbatches=2, stages=1, schedule="gpipe")
+        ranks = pfeife.apply(plan)(local)
+        schedule = sched.lower(plan.schedule, ranks)
+        pipeline = DistributedPipeline(ranks, schedule)
+        state = pfeife.state_of(ranks, model, member=pipeline.mesh.member)
+        (expected,) = memory_curves(ranks, schedule)
+        steps = [profile_memory(pipeline, state, [tokens, tokens])[0] for _ in range(3)]
+        points = zip(expected.points, *(step.points for step in steps), strict=True)
+        for point, *measured in points:
+            assert point.peak == min(step.peak for step in measured), (point, measured)
 
 
 @row(ranks=(2,))

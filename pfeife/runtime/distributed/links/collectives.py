@@ -6,7 +6,7 @@
     member 2    x2 -----> x0 x1 x2          member 2    x20 x21 x22 -----> x02 x12 x22
 
 Each then does with them, in the order of members, what `MEANING` says: the bits of `evaluate`. A
-large sum is scattered and then gathered.
+large sum is scattered and then gathered. What all of it needs of memory is `ir.members.scratch`.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,18 @@ import torch.nn.functional as F
 from torch import fx
 
 from pfeife.ir.copying import Copy, copied
-from pfeife.ir.members import ALONE, MEANING, Split, all_to_all, messages, reduce_scatter, reduced
+from pfeife.ir.members import (
+    ALONE,
+    MEANING,
+    Split,
+    addend,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    messages,
+    part,
+    reduce_scatter,
+)
 from pfeife.ir.nodes import sizes_of, value_of
 from pfeife.runtime.distributed.links.connection import Connection
 
@@ -79,43 +90,96 @@ class Collectives:
         assert group.group is not None
         place, members = group.group.place, len(group.group.ranks)
         if collective in ALONE:
-            return MEANING[collective]([value] * members, *rest)[place]
+            return _alone(collective, value, place, *rest)
+        if collective is all_gather:
+            dim, before, _ = rest
+            return Split(dim, members, before).joined(_stacked(group, value))
         if collective is reduce_scatter:
             dim, before, _ = rest
-            return reduced(_exchanged(group, Split(dim, members, before).parts(value)))
-        if collective is all_to_all and rest[0] != rest[2]:
-            old, old_before, new, new_before, _ = rest
-            parts = Split(new, members, new_before).parts(value)
-            return Split(old, members, old_before).join(_exchanged(group, parts))
+            return _sum(_exchanged(group, Split(dim, members, before).stacked(value)).unbind())
+        if collective is all_to_all:
+            dim, before, new_dim, new_before, _ = rest
+            old, new = Split(dim, members, before), Split(new_dim, members, new_before)
+            if dim == new_dim:
+                return new.part(old.joined(_stacked(group, value)), place)
+            return old.joined(_exchanged(group, new.stacked(value)))
+        assert collective is all_reduce
         size = value.numel() * value.dtype.itemsize
         if len(messages(collective, size, members)) > 1:
             return _reduced_in_parts(group, value, *rest[1:])
-        return MEANING[collective](gathered(group, value), *rest)[place]
+        by: str = rest[1] if len(rest) > 1 else "sum"
+        if members > 2:
+            return _sum(_stacked(group, value).unbind(), by)
+        other = torch.empty_like(value, memory_format=torch.contiguous_format)
+        _swap(group, value, other)
+        # In the order of the members, and where the other one's has arrived.
+        return _sum([other, value] if place else [value, other], by, out=other)
+
+
+def _alone(
+    collective: Callable[..., Any], value: torch.Tensor, place: int, *rest: Any
+) -> torch.Tensor:
+    """What a member makes by itself."""
+    if collective is part:
+        dim, before, members = rest
+        own = Split(dim, members, before).part(value, place)
+        # A view would keep all of it.
+        shared = own.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
+        return own.clone() if shared else own
+    if collective is addend:
+        return torch.zeros_like(value) if place else value
+    return torch.tensor(place, device=value.device)
 
 
 def _reduced_in_parts(group: Group, value: torch.Tensor, by: str = "sum") -> torch.Tensor:
     """A sum of which each member adds up a part."""
     assert group.group is not None
-    members = len(group.group.ranks)
-    padded = F.pad(value.flatten(), (0, -value.numel() % members))
-    own = reduced(_exchanged(group, padded.chunk(members)), by)
-    return torch.cat(gathered(group, own))[: value.numel()].view(value.shape)
+    own = _sum(_exchanged(group, _rows(value, len(group.group.ranks))).unbind(), by)
+    return _stacked(group, own).flatten()[: value.numel()].view(value.shape)
 
 
-def _exchanged(group: Group, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """What each member has for this one, of one shape (collective)."""
+def _rows(value: torch.Tensor, count: int) -> torch.Tensor:
+    """A tensor's elements in so many rows, with zeros at their end if need be."""
+    flat, missing = value.flatten(), -value.numel() % count
+    return (F.pad(flat, (0, missing)) if missing else flat).view(count, -1)
+
+
+def _sum(
+    values: Sequence[torch.Tensor], by: str = "sum", out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """All members' tensors as one, in their order."""
+    combine = torch.add if by == "sum" else torch.maximum
+    total = combine(values[0], values[1], out=out)
+    for value in values[2:]:
+        combine(total, value, out=total)
+    return total
+
+
+def _exchanged(group: Group, sent: torch.Tensor) -> torch.Tensor:
+    """What each member has for this one, of [members, *part] that it sends (collective)."""
     assert group.group is not None
-    sent = torch.stack([*parts])
     received = torch.empty_like(sent)
     as_bytes = [tensor.flatten().view(torch.uint8) for tensor in (received, sent)]
     group.wait(group.group.group.alltoall_base(*as_bytes, [], []))
-    return received.unbind()
+    return received
 
 
-def gathered(group: Group, value: torch.Tensor) -> list[torch.Tensor]:
-    """A tensor of each member, in their order (collective)."""
+def _stacked(group: Group, value: torch.Tensor) -> torch.Tensor:
+    """A tensor of each member, [members, *tensor] (collective)."""
     assert group.group is not None
-    value = value.contiguous()
-    values = [torch.empty_like(value) for _ in group.group.ranks]
-    group.wait(group.group.group.allgather([values], [value]))
-    return values
+    stack = value.new_empty([len(group.group.ranks), *value.shape])
+    if len(stack) > 2:
+        group.wait(group.group.group.allgather([[*stack.unbind()]], [value.contiguous()]))
+        return stack
+    stack[group.group.place] = value
+    _swap(group, value, stack[1 - group.group.place])
+    return stack
+
+
+def _swap(group: Group, value: torch.Tensor, into: torch.Tensor) -> None:
+    """Tells the other one of two members a tensor, and hears its (collective)."""
+    assert group.group is not None
+    as_bytes = [tensor.flatten().view(torch.uint8) for tensor in (into, value)]
+    lengths = [0, 0]
+    lengths[1 - group.group.place] = len(as_bytes[0])
+    group.wait(group.group.group.alltoall_base(*as_bytes, lengths, lengths))
