@@ -1,7 +1,8 @@
 """The bodies of a program's calls, compiled before the first step."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import attrs
 import torch
@@ -9,12 +10,13 @@ from torch import fx
 
 from pfeife import _torch
 from pfeife.compilers.cuda_graphs import as_cuda_graph, check_devices, graphs_by_size
-from pfeife.compilers.draws import around_draws, draws
+from pfeife.compilers.draws import around_draws, draws, tells
 from pfeife.compilers.open_sizes import is_open
 from pfeife.compilers.piece import COMPILERS, Compiler, Run, compile_piece, example, fingerprint
 from pfeife.compilers.piece import inputs as inputs_of
 from pfeife.data.progress import Progress
 from pfeife.ir.absorb import absorb
+from pfeife.ir.copying import Copy, copied
 from pfeife.ir.nodes import (
     find_node,
     has_effects,
@@ -52,10 +54,11 @@ def compile_bodies(
     own workers for the kernels of one body, and under torchrun the ranks, each of which
     compiles its own stages. What is kept on disk is torch's own cache.
 
-    Random operations run as without a compiler, between the compiled pieces of their body; a
-    body with effects (a node that prints, say) or with numbers or sizes that data decide runs as
-    its graph. With `cuda_graphs` every piece of every call is captured once, see `as_cuda_graph`,
-    one with open sizes for each that comes again, see `graphs_by_size`.
+    Random operations and what members tell one another run as without a compiler, between the
+    compiled pieces of their body; a body with effects (a node that prints, say) or with numbers or
+    sizes that data decide runs as its graph. With `cuda_graphs` every piece of every call is
+    captured once, see `as_cuda_graph`, one with open sizes for each that comes again, see
+    `graphs_by_size`.
 
     Raises ValueError for a compiler that fails, naming the stage and the line of the model, and
     for `cuda_graphs` where a value is not on a CUDA device. `progress` is called with how many of
@@ -77,8 +80,11 @@ def compile_bodies(
             run = _compiled(body, compiler, pieces, cuda_graphs)
         except Exception as error:
             raise ValueError(_failure(call, body, compiler, error)) from error
-        compiled[call.node] = _separated(run, _exported(program, call))
-        if run == body.forward:
+        compiled[call.node] = separated = _separated(run, _exported(program, call))
+        # What members tell one another is bound by the pipeline, in a graph.
+        if isinstance(separated, fx.GraphModule) and not tells(body):
+            compiled[call.node] = separated.forward
+        if run is body:
             log.debug(
                 "compiler %s: %s: it has effects, so it runs as its graph",
                 name,
@@ -145,7 +151,7 @@ def _compiled(
     effects = any(has_effects(n) or _is_of_data(n) for n in nodes if n.op == "call_function")
     # compilers may drop or move an effect, and need sizes beforehand
     if effects or any(map(is_sized_by_data, nodes)):
-        return body.forward
+        return body
     return around_draws(body, compiled)
 
 
@@ -170,17 +176,27 @@ def _separated(run: Run, exported: tuple[int, ...]) -> Run:
     (Inductor of torch 2.15 does so for `x + 0`)."""
     if not exported:
         return run
+    if isinstance(run, fx.GraphModule):
+        return copied(run, partial(_separate_output, exported)).module()
+    return lambda *values: _own(run(*values), exported)
 
-    def separated(*values: torch.Tensor) -> list[torch.Tensor]:
-        results = list(run(*values))
-        for index in exported:
-            # If somebody else has the tensor itself, this view is a second one of its storage.
-            results[index] = results[index].detach()
-            if _torch.is_shared(results[index]):
-                results[index] = results[index].clone()
-        return results
 
-    return separated
+def _separate_output(exported: tuple[int, ...], node: fx.Node, copy: Copy) -> fx.Node | None:
+    if node.op != "output":
+        return None
+    results = copy.read(node.args[0])
+    return copy.graph.output(copy.graph.call_function(_own, (results, exported)))
+
+
+def _own(values: Sequence[torch.Tensor], exported: tuple[int, ...]) -> list[torch.Tensor]:
+    """Results of which some have a storage that nobody else has."""
+    results = list(values)
+    for index in exported:
+        # If somebody else has the tensor itself, this view is a second one of its storage.
+        results[index] = results[index].detach()
+        if _torch.is_shared(results[index]):
+            results[index] = results[index].clone()
+    return results
 
 
 def _words(call: Call) -> str:

@@ -1,4 +1,5 @@
-"""Draws apart from the rest of a body: no compiler sees them, so their numbers stay the same."""
+"""What no compiler sees of a body: draws, so that their numbers stay the same, and what members of
+a group tell one another, which the runtime does."""
 
 import operator
 from collections.abc import Callable
@@ -7,6 +8,7 @@ import torch
 from torch import fx
 
 from pfeife.ir.copying import Copy, copied_part
+from pfeife.ir.members import MEANING
 from pfeife.ir.nodes import returned
 from pfeife.ir.seeding import seeded
 
@@ -16,45 +18,51 @@ def draws(body: fx.GraphModule) -> list[fx.Node]:
     return [node for node in body.graph.nodes if node.target is seeded]
 
 
+def tells(body: fx.GraphModule) -> bool:
+    """Whether a body has collectives of members, which a pipeline binds to their group."""
+    return any(node.target in MEANING for node in body.graph.nodes)
+
+
 def around_draws(body: fx.GraphModule, compiled: Callable[[fx.GraphModule], Callable]) -> Callable:
-    """A body whose draws run as they are, and what lies between them as pieces that `compiled`
-    turns into functions. A body without draws is one piece.
+    """A body whose draws and collectives run as they are, as a graph of these and of pieces that
+    lie between them, which `compiled` turns into functions. A body without them is one piece.
 
         body     linear  gelu  draw  mul  linear  draw  mul
         level    0       0     0     1    1       1     2
         is       [ piece_0  ]  draw  [ piece_1 ]  draw  [ piece_2 ]
     """
-    if not draws(body):
+    if not draws(body) and not tells(body):
         return compiled(body)
     copy = Copy(body)
     for node in body.graph.nodes:
         if node.op == "placeholder":
             copy.keep(node)
-    levels, drawn = _levels(body)
+    levels, apart = _levels(body)
     # By levels, not one by one between draws: fewer pieces, and each is larger.
     for level in range(1 + max(levels.values())):
         members = [node for node, at in levels.items() if at == level]
-        _add_piece(copy, [node for node in members if node not in drawn], level, compiled)
+        _add_piece(copy, [node for node in members if node not in apart], level, compiled)
         for node in members:
-            if node in drawn:
+            if node in apart:
                 copy.keep(node)
     copy.graph.output(copy.read(returned(body)))
-    return fx.GraphModule(copy.held, copy.graph).forward
+    return fx.GraphModule(copy.held, copy.graph)
 
 
 def _levels(body: fx.GraphModule) -> tuple[dict[fx.Node, int], set[fx.Node]]:
-    """The level of each operation: a piece runs before the draws of its level, and after those of
-    the level before. And which are draws, or parts of draws that return several tensors."""
-    drawn = set(draws(body))
+    """The level of each operation: a piece runs before what is apart on its level, and after that
+    of the level before. And what is: draws and collectives, or parts of draws that return several
+    tensors."""
+    apart = {node for node in body.graph.nodes if node.target is seeded or node.target in MEANING}
     levels: dict[fx.Node, int] = {}
     for node in body.graph.nodes:
         if node.op == "call_function":
             sources = [source for source in node.all_input_nodes if source in levels]
-            if node.target is operator.getitem and sources[0] in drawn:
-                drawn.add(node)
-            later = [levels[source] + (source in drawn and node not in drawn) for source in sources]
+            if node.target is operator.getitem and sources[0] in apart:
+                apart.add(node)
+            later = [levels[source] + (source in apart and node not in apart) for source in sources]
             levels[node] = max(later, default=0)
-    return levels, drawn
+    return levels, apart
 
 
 def _add_piece(
@@ -74,6 +82,7 @@ def _add_piece(
     call = copy.graph.call_module(name, copy.read(reads))
     for index, node in enumerate(results):
         copy.here[node] = copy.graph.call_function(operator.getitem, (call, index))
+        copy.here[node].meta = dict(node.meta)
 
 
 class _Piece(torch.nn.Module):

@@ -260,6 +260,20 @@ def a_loop_of_one_stage() -> None:
     trained_alike(members=int(os.environ["WORLD_SIZE"]))
 
 
+@row(ranks=(2,))
+def a_loop_of_compiled_bodies() -> None:
+    """By a compiler that is given what lies between collectives and draws."""
+    pieces = []
+
+    def compiler(module, examples):
+        assert not any(node.target in MEANING for node in module.graph.nodes)
+        pieces.append(module)
+        return module.forward
+
+    trained_alike(members=2, compiler=compiler)
+    assert len(pieces) > 10
+
+
 @row(ranks=(2, 4))
 def a_loop_that_nobody_has_said_how_to_cut() -> None:
     trained_alike(members=2, parallel="auto")

@@ -273,8 +273,7 @@ def described_parallel(plan: Mapping[str, Any] | str) -> str:
 # What members cannot do yet, and what there is instead.
 _WITHOUT_MEMBERS = {
     "data_parallel": ("average", "each replica has the gradients of all"),
-    "compiler": ("aot_eager", "bodies run as they are"),
-    "cuda_graphs": (False, "bodies run as they are"),
+    "cuda_graphs": (False, "bodies are not recorded"),
     "costs": ("estimate", "a stage cannot be run by one member alone"),
 }
 
