@@ -36,7 +36,7 @@ BUDGET = {
     "integrations": 340,
     "ir": 1980,
     "lowering": 1250,
-    "passes": 1610,
+    "passes": 1620,
     "report": 840,
     "report/page": 780,
     "runtime": 840,

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from pfeife.data.machine import Machine
 from pfeife.data.plan import Costs
 from pfeife.ir.flops import computed_dtype, node_flops, operation_of
-from pfeife.ir.members import MEANING, messages
+from pfeife.ir.members import ALONE, MEANING, all_to_all, messages
 from pfeife.ir.messages import call_of
 from pfeife.ir.nodes import returned
 from pfeife.ir.outline import is_view
@@ -69,6 +69,12 @@ def node_seconds(node: fx.Node, machine: Machine) -> float:
     return machine.launch_seconds + max(_rooflines(node, machine))
 
 
+def telling_seconds(body: fx.GraphModule, machine: Machine) -> float:
+    """Seconds of a body in which members of a group wait for what they tell one another."""
+    told = (node for node in body.graph.nodes if node.target in MEANING.keys() - ALONE)
+    return sum(_collective_seconds(node, machine) for node in told)
+
+
 def member_prices(machine: Machine) -> Prices:
     """What members of a group pay on a machine, by these estimates: for `shard`."""
     return Prices(
@@ -81,9 +87,10 @@ def member_prices(machine: Machine) -> Prices:
 def _collective_seconds(node: fx.Node, machine: Machine) -> float:
     """What a member takes to tell the others its tensor and hear theirs, and to work on them."""
     target: Any = node.target
-    members = signature(target).bind(*node.args, **node.kwargs).arguments["members"]
-    (value,) = node.all_input_nodes
-    sent = messages(target, _bytes(value.meta.get("val")), members)
+    arguments = signature(target).bind(*node.args, **node.kwargs).arguments
+    members, (value,) = arguments["members"], node.all_input_nodes
+    along = target is all_to_all and arguments["old"] == arguments["new"]
+    sent = messages(target, _bytes(value.meta.get("val")), members, along_one=along)
     moved = machine.launch_seconds + sum(_rooflines(node, machine))
     return moved + (members - 1) * sum(map(machine.transfer_seconds, sent))
 

@@ -12,8 +12,9 @@ KINDS = ("computes", "messages", "reduces")  # of what a step waits for
 class StageForecast:
     """One stage: its layers from `first` to `last` (paths of modules), `parameters` in elements,
     seconds of one microbatch, and bytes that it sends to other ranks for one, both ways; of the
-    backward's seconds `again_seconds` go into what is recomputed. Every microbatch but the first
-    takes `adding_seconds` more, in which its gradients are added to those before."""
+    backward's seconds `again_seconds` go into what is recomputed, and `telling_seconds` of both
+    into what members of a group tell one another. Every microbatch but the first takes
+    `adding_seconds` more, in which its gradients are added to those before."""
 
     stage: int
     rank: int
@@ -27,6 +28,7 @@ class StageForecast:
     parameter_bytes: int = attrs.field(default=0, validator=checks.not_negative)
     again_seconds: float = attrs.field(default=0.0, validator=checks.seconds)
     adding_seconds: float = attrs.field(default=0.0, validator=checks.seconds)
+    telling_seconds: float = attrs.field(default=0.0, validator=checks.seconds)
 
 
 @attrs.frozen
@@ -61,14 +63,15 @@ class Wait:
 class Forecast:
     """What a plan is expected to do, by estimates alone.
 
-    `ranks` are those of a pipeline, of which there are `replicas`; `microbatches`, `samples` and
-    `tokens` (0 if the batch has none) are those of a step of all replicas. `flops` are the
-    operations of the model's forward and backward by torch's formulas in such a step, without what
-    is recomputed, and `peak_seconds` how long all ranks would take for them at the peak rates of
-    the machine, each in the dtype that is multiplied. `bound_seconds` is what no schedule of these
-    stages undercuts, None where that is not known. `waits` is the critical path, the longest part
-    first. `network` says what joins the ranks, where that was asked for; `cut_blocks` are the
-    model's repeated blocks that several stages share. `parameter_bytes` are those of `parameters`.
+    `ranks` are those of a pipeline, each a group of `members`, of which there are `replicas`;
+    `microbatches`, `samples` and `tokens` (0 if the batch has none) are those of a step of all
+    replicas. `flops` are the operations of the model's forward and backward by torch's formulas in
+    such a step (those of all members), without what is recomputed, and `peak_seconds` how long all
+    ranks would take for them at the peak rates of the machine, each in the dtype that is
+    multiplied. `bound_seconds` is what no schedule of these stages undercuts, None where that is
+    not known. `waits` is the critical path, the longest part first. `network` says what joins the
+    ranks, where that was asked for; `cut_blocks` are the model's repeated blocks that several
+    stages share. `parameter_bytes` are those of `parameters`.
     `asked` is what was asked for in words, by their names, if the command line was.
     """
 
@@ -92,11 +95,12 @@ class Forecast:
     cut_blocks: tuple[str, ...] = ()
     parameter_bytes: int = attrs.field(default=0, validator=checks.not_negative)
     asked: dict[str, str] = attrs.field(factory=dict)
+    members: int = attrs.field(default=1, validator=checks.positive)
 
     @property
     def world(self) -> int:
         """All ranks of all replicas."""
-        return self.ranks * self.replicas
+        return self.ranks * self.replicas * self.members
 
     @property
     def samples_per_second(self) -> float:

@@ -170,13 +170,16 @@ ALONE = frozenset({member, part, addend})
 _SMALL = 1 << 16  # bytes, of which a sum takes as long to send in one message as in parts
 
 
-def messages(collective: Callable[..., Any], size: int, members: int) -> list[int]:
+def messages(
+    collective: Callable[..., Any], size: int, members: int, *, along_one: bool = False
+) -> list[int]:
     """The bytes of the messages that a member sends to each other one, one after another, where it
     has a tensor of so many. A large sum of more than two is added up in parts, one by each member,
-    which then tell one another these (Thakur et al., IJHPCA 2005)."""
+    which then tell one another these (Thakur et al., IJHPCA 2005). `along_one`: an all_to_all that
+    cuts the same dimension into other blocks, for which all of it is gathered."""
     if collective in ALONE:
         return []
-    if collective in (reduce_scatter, all_to_all):
+    if collective in (reduce_scatter, all_to_all) and not along_one:
         return [size // members]
     if collective is all_reduce and members > 2 and size > _SMALL:
         return [-(-size // members)] * 2

@@ -192,7 +192,8 @@ class _Problem:
         if here is None:
             return self.prices.copy(size // (1 if there == SUM else members))
         own = size // (members if isinstance(here, Place) else 1)
-        sent = messages(move_of(here, there), own, members)
+        along = isinstance(here, Place) and isinstance(there, Place) and here.dim == there.dim
+        sent = messages(move_of(here, there), own, members, along_one=along)
         return (members - 1) * sum(map(self.prices.send, sent))
 
 

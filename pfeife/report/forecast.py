@@ -4,13 +4,15 @@ from collections.abc import Sequence
 
 import torch
 
+from pfeife.cost.estimate import telling_seconds
 from pfeife.data.forecast import Forecast, RankForecast, StageForecast, Wait
+from pfeife.data.machine import Machine
 from pfeife.data.plan import Plan
 from pfeife.data.schedule import RECEIVES, SENDS, Do
 from pfeife.data.timeline import Event, Timeline
 from pfeife.ir.flops import flops_of
 from pfeife.ir.microbatch import rows_and_tokens
-from pfeife.ir.parts import Kind, Role
+from pfeife.ir.parts import Kind, Port, Role
 from pfeife.ir.program import Program
 from pfeife.report.by_stage import held_names, sent_bytes
 from pfeife.report.run import Run, Target
@@ -36,27 +38,40 @@ def forecast_of(
         ranks=ranks,
         replicas=replicas,
         microbatches=count,
-        parameters=sum(torch.Size(p.shape).numel() for p in program.ports(Role.PARAMETER)),
+        parameters=sum(map(_elements, program.ports(Role.PARAMETER))),
         samples=count * samples,
         tokens=count * tokens,
         step_seconds=step,
         # The bound is of the planner's own costs, the step of the program's: it may be the lesser.
         bound_seconds=None if plan.bound_seconds is None else min(plan.bound_seconds, step),
-        flops=count * sum(flops.values()),
+        flops=count * sum(flops.values()) * program.members,
         peak_seconds=count * peak / (ranks * replicas),
         memory_limit=machine.memory if target.limit is None else target.limit,
-        stages=tuple(_stages(plan, clusters, program)),
+        stages=tuple(_stages(plan, clusters, program, machine)),
         by_rank=tuple(_ranks(run, ranks)),
         # Without a critical path all that ranks do is looked at, which is still the longest first.
         waits=waits_of(run.path or run.timeline, plan.stage_ranks),
-        parameter_bytes=sum(port.bytes for port in program.ports(Role.PARAMETER)),
+        parameter_bytes=sum(map(_bytes, program.ports(Role.PARAMETER))),
+        members=program.members,
     )
 
 
-def _stages(plan: Plan, clusters: Program, program: Program) -> list[StageForecast]:
+def _elements(port: Port) -> int:
+    """Those of a parameter, on all members of a group."""
+    return torch.Size(port.split.whole(port.shape) if port.split else port.shape).numel()
+
+
+def _bytes(port: Port) -> int:
+    return _elements(port) * port.dtype.itemsize
+
+
+def _stages(
+    plan: Plan, clusters: Program, program: Program, machine: Machine
+) -> list[StageForecast]:
     seconds: dict[tuple[int, bool], float] = {}
-    adding = [0.0] * plan.stages
+    adding, telling = ([0.0] * plan.stages for _ in range(2))
     for call in program.calls:
+        telling[call.unit] += telling_seconds(program.body(call), machine)
         key = call.unit, call.kind == Kind.FORWARD
         seconds[key] = seconds.get(key, 0.0) + (call.seconds or 0.0)
         adding[call.unit] += call.accumulate_seconds
@@ -73,13 +88,14 @@ def _stages(plan: Plan, clusters: Program, program: Program) -> list[StageForeca
             first=paths[stage][0],
             last=paths[stage][1],
             clusters=plan.stage_of_cluster.count(stage),
-            parameters=sum(torch.Size(port.shape).numel() for port in held[stage]),
+            parameters=sum(map(_elements, held[stage])),
             forward_seconds=seconds.get((stage, True), 0.0),
             backward_seconds=seconds.get((stage, False), 0.0),
             sent_bytes=sent[stage],
-            parameter_bytes=sum(port.bytes for port in held[stage]),
+            parameter_bytes=sum(map(_bytes, held[stage])),
             again_seconds=again[stage],
             adding_seconds=adding[stage],
+            telling_seconds=telling[stage],
         )
         for stage in range(plan.stages)
     ]

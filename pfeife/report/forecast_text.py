@@ -17,7 +17,9 @@ def forecast_table(forecast: Forecast, width: int = 1000) -> str:
     """A row a stage, a row a rank, and what it comes to; the tables are at most so many letters
     wide where that can be: then paths are shortened, and the smallest of the ranks' bytes added
     up."""
-    head = ("stage", "rank", "from", "to", "parameters", "forward", "backward", "sends")
+    told = any(stage.telling_seconds for stage in forecast.stages)
+    head = ["stage", "rank", "from", "to", "parameters", "forward", "backward", "sends"]
+    head += ["members wait"] if told else []
     stages = [
         (
             stage.stage,
@@ -28,6 +30,7 @@ def forecast_table(forecast: Forecast, width: int = 1000) -> str:
             f"{1e3 * stage.forward_seconds:.2f} ms",
             f"{1e3 * stage.backward_seconds:.2f} ms",
             size(stage.sent_bytes),
+            *([f"{1e3 * stage.telling_seconds:.2f} ms"] if told else []),
         )
         for stage in forecast.stages
     ]
@@ -112,7 +115,9 @@ def forecast_summary(forecast: Forecast) -> str:
     if forecast.tokens:
         each = forecast.tokens_per_second / forecast.world
         rate = f"{count(forecast.tokens_per_second)} tokens/s ({count(each)} a rank), {rate}"
-    of = f"{forecast.replicas} x {forecast.ranks}" if forecast.replicas > 1 else f"{forecast.ranks}"
+    sizes = (forecast.replicas, forecast.ranks, forecast.members)
+    own = [str(n) for at, n in enumerate(sizes) if n > 1 or at == 1]
+    of = " x ".join(own)
     # Such as bf16-mixed.
     kind, _, mixed = forecast.asked.get("precision", "").partition("-")
     kinds = f" in {kind}{', float32 beside it' if mixed else ''}" if kind else ""

@@ -66,3 +66,21 @@ def test_tables_fit_where_they_are_shown():
         max(len(line) for one in tables for line in one.splitlines() if "rest:" not in line) <= 70
     )
     assert "rest: " in narrow and "rest" not in wide and "(2.0 MiB)" not in wide
+
+
+def test_members_of_a_group():
+    """The model is that of all of them, which wait for one another."""
+    flat = program(*EVEN)
+    local = pfeife.shard("auto", 2)(flat)
+    one, two = (
+        pfeife.forecast(p, machine="cpu-core", ranks=2, microbatches=2).forecast
+        for p in (flat, local)
+    )
+    assert (two.members, two.world) == (2, 4) and one.members == 1
+    assert two.parameters == one.parameters and two.parameter_bytes == one.parameter_bytes
+    assert two.flops == one.flops and two.utilization < 1
+    told, computed = two.stages[0].telling_seconds, two.stages[0].forward_seconds
+    assert 0 < told < computed + two.stages[0].backward_seconds
+    assert "members wait" in report.forecast_table(two)
+    assert "members wait" not in report.forecast_table(one)
+    assert "2 x 2 ranks" in report.forecast_summary(two)
