@@ -1,6 +1,8 @@
 """Programs of one member of a group, against the whole: in float64, since sums that are cut are
 rounded otherwise."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,9 +15,12 @@ from pfeife import sched
 from pfeife.cost import estimate
 from pfeife.factors import Place
 from pfeife.frontend.cache.program_json import store
+from pfeife.ir.members import MEANING, addend, all_gather, all_reduce, member, part, reduce_scatter
 from pfeife.passes import shard
 from pfeife.runtime import LocalPipeline
 from pfeife.testing import check_pass
+
+aten = torch.ops.aten
 
 
 class Block(nn.Module):
@@ -71,18 +76,59 @@ def test_what_cannot_be_cut_is_refused():
         shard({"0.up.weight": 0}, 2)(pfeife.fuse()(program))
 
 
-def test_a_missing_collective_is_found():
-    """A part taken for the whole: members have different values where all should have one."""
+def left_out(told):
+    """A part is taken for the whole, or a sum of which each member has a part for the sum."""
+    value, *rest = told.args
+    if told.target in (all_reduce, addend):
+        return value
+    if told.target is reduce_scatter:
+        return told.make(part, value, *rest)
+    return told.make(aten.cat.default, [value] * 2, rest[0]) if told.target is all_gather else None
+
+
+def added_twice(told):
+    value, *rest = told.args
+    if told.target is all_reduce:
+        return told.make(all_reduce, told.make(all_reduce, *told.args), *rest)
+    if told.target is reduce_scatter:
+        return told.make(reduce_scatter, told.make(all_reduce, value, 2), *rest)
+    if told.target is all_gather:
+        return told.make(all_reduce, told.make(all_gather, *told.args), 2)
+    return None
+
+
+def along_another_dimension(told):
+    if told.target not in (all_gather, reduce_scatter, part):
+        return None
+    value, dim, _, members = told.args
+    sizes = enumerate(told.node.args[0].meta["val"].shape)
+    other = next((d for d, size in sizes if d != dim and size % members == 0), None)
+    if other is None:
+        return None
+    wrong = told.make(told.target, value, other, 1, members)
+    return told.make(aten.reshape.default, wrong, [*told.value.shape])
+
+
+@pytest.mark.parametrize("fault", [left_out, added_twice, along_another_dimension])
+@pytest.mark.parametrize("placements", [MEGATRON, {"*.qkv.weight": 0, "*.up.*": 0}])
+def test_a_fault_of_any_collective_is_found(placements, fault):
+    """One at a time, by the check of all passes."""
     model = nn.Sequential(Block())
-    x = torch.randn(2, 3, 8, dtype=torch.float64)
+    x = torch.randn(2, 4, 8, dtype=torch.float64)
     program = pfeife.capture(lambda x: model(x).square().mean(), x)
-    result = shard({"*.up.*": 0, "*.down.weight": 1}, 2)(program)
-
-    def without(operation):
-        return operation.args[0] if operation.target.__name__ == "all_reduce" else None
-
-    with pytest.raises(ValueError, match="a sum of their parts is missing"):
-        pfeife.evaluate(result.rewrite(without), pfeife.state_of(program, model), [x])
+    state, local = pfeife.state_of(program, model), shard(placements, 2)(program)
+    check = partial(check_pass, rounding=None, within=1e-13)
+    check(lambda _: local, program, state, [x, x + 1])
+    nodes, found = local.module.graph.nodes, 0
+    for name in [n.name for n in nodes if n.target in MEANING and n.target is not member]:
+        faulty = local.rewrite(
+            lambda told, name=name: fault(told) if told.node.name == name else None
+        )
+        if str(faulty) != str(local):
+            with pytest.raises((AssertionError, ValueError)):
+                check(lambda _, faulty=faulty: faulty, program, state, [x, x + 1])
+            found += 1
+    assert found >= 2
 
 
 class Table(nn.Module):
