@@ -11,6 +11,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import pfeife
 
@@ -19,7 +24,7 @@ WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 
 def net() -> nn.Sequential:
     torch.manual_seed(0)
-    inner = nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 5))
+    inner = nn.Sequential(nn.Linear(5, 14), nn.GELU(), nn.Linear(14, 5))
     return nn.Sequential(nn.Linear(3, 5), nn.GELU(), inner, nn.Linear(5, 3)).double()
 
 
@@ -69,6 +74,28 @@ def a_model_under_fully_shard() -> None:
         torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-12, atol=1e-14)
 
 
+@row(ranks=(4,))
+def a_model_that_is_cut_over_members_too() -> None:
+    """As torch's example of two dimensions has it; what is not cut has a mesh of replicas alone."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plain = net()
+    model = copy.deepcopy(plain)
+    parallelize_module(model[2], mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    shared_out(model, mesh["dp"])
+    step = pfeife.compile(lambda x: model(x).square().mean(), microbatches=4)
+    batches = torch.randn(3, 8, 3).double()
+    own = [batch.chunk(2)[mesh["dp"].get_local_rank()] for batch in batches]
+    torch.testing.assert_close(
+        trained(model, step, own),
+        trained(plain, lambda x: plain(x).square().mean(), [*batches]),
+        **{"rtol": 1e-12, "atol": 0},
+    )
+    (compiled,) = step.backend.compiled
+    splits = {port.fqn: port.split for port in compiled.program.ports(pfeife.Role.PARAMETER)}
+    assert splits["2.0.weight"].dim == 0 and splits["2.2.weight"].dim == 1
+    assert splits["0.weight"] is None and compiled.program.replicas == 2
+
+
 @row(ranks=(2,))
 def what_fully_shard_has_other_than_replicas_have() -> None:
     mesh = init_device_mesh("cpu", (WORLD,))
@@ -90,6 +117,12 @@ def what_fully_shard_has_other_than_replicas_have() -> None:
     with torch.device("meta"):
         empty = fully_shard(net(), mesh=mesh)
     refused("has put .* on meta, and its ranks compute on cpu: give parameters values", empty)
+
+    model = shared_out(net(), mesh)
+    last = model[3].bias
+    with pytest.raises(ValueError, match=r"the variable last \(.*\) has it as it was: `del last`"):
+        pfeife.compile(lambda x: model(x).mean(), microbatches=4)
+    assert last is not None
 
     model = shared_out(net(), mesh)
     optimizer = torch.optim.SGD(model.parameters())

@@ -28,21 +28,23 @@ def as_replicas(
 ) -> Mapping[str, Any]:
     """The options for models in which `fully_shard` was called on some modules (collective): as
     many replicas as there are ranks with a part of each of the DTensors, which share out state, and
-    each of which gives its own batch. `tensors` are the DTensors with their names.
+    each of which gives its own batch. `tensors` are the DTensors with their names; those that are
+    cut over members besides have a mesh of replicas and members.
 
     Raises ValueError for other options, for precisions, and for parts of other ranks.
     """
     for name, module in sharded:
         _check_precision(name, module)
-    groups = {_ranks_of(name, tensor): name for name, tensor in reversed(tensors)}
-    first, *others = groups.values()
-    if others:
-        raise ValueError(
-            f"fully_shard has put {others[0]} on other ranks than {first}: pfeife takes models of "
-            "which each parameter is on the same ones"
-        )
-    (group,) = groups
-    mesh = _mesh(group, torch.device(tensors[0][1].device_mesh.device_type))
+    grids = [_ranks_of(name, tensor) for name, tensor in tensors]
+    grid = max(grids, key=lambda grid: grid.size(1))
+    own = [column for column in grid.unbind(1) if dist.get_rank() in column]
+    for (name, _), other in zip(tensors, grids, strict=True):
+        if not torch.equal(other, grid) and not torch.equal(other.flatten(), own[0]):
+            raise ValueError(
+                f"fully_shard has put {name} on the ranks {other.tolist()}, and others on "
+                f"{grid.tolist()}: pfeife takes models of which each parameter is on the same ones"
+            )
+    mesh = _mesh(grid, torch.device(tensors[0][1].device_mesh.device_type))
     chosen = mesh_of(options.get("mesh"))
     if chosen is not None and _replicas(chosen) != _replicas(mesh):
         raise ValueError(
@@ -54,7 +56,9 @@ def as_replicas(
             f"option replicas={options['replicas']}: fully_shard has shared out the model over "
             f"{mesh.replicas} ranks; leave replicas out"
         )
-    return {"data_parallel": "shard", "batch": "replica", "mesh": mesh, **options}
+    # Members share out state among themselves already.
+    how = "shard" if mesh.members == 1 else "average"
+    return {"data_parallel": how, "batch": "replica", "mesh": mesh, **options}
 
 
 def _check_precision(name: str, module: nn.Module) -> None:
@@ -68,8 +72,8 @@ def _check_precision(name: str, module: nn.Module) -> None:
         )
 
 
-def _ranks_of(name: str, tensor: Any) -> tuple[int, ...]:
-    """The ranks that have parts of a DTensor."""
+def _ranks_of(name: str, tensor: Any) -> torch.Tensor:
+    """The ranks that have parts of a DTensor, [replicas, members]."""
     mesh: DeviceMesh = tensor.device_mesh
     if tensor.device.type != mesh.device_type:
         raise ValueError(
@@ -77,28 +81,31 @@ def _ranks_of(name: str, tensor: Any) -> tuple[int, ...]:
             f"{mesh.device_type}: give parameters values there before pfeife.compile is called, "
             "and leave offload_policy out"
         )
-    if mesh.ndim != 1:
+    # Before a dimension of members comes that of fully_shard, which cuts every parameter.
+    if mesh.ndim > 2 or tensor.placements[0].is_replicate():
         raise ValueError(
             f"fully_shard has put {name} over a mesh of {mesh.ndim} dimensions, "
-            f"{list(tensor.placements)}: pfeife takes what is shared out over one; the others are "
-            "options of pfeife.compile (replicas=, members=)"
+            f"{list(tensor.placements)}: pfeife takes what is shared out over one, and cut over "
+            "members by parallelize_module over another one; leave the others out (replicas= "
+            "counts all of them)"
         )
-    return tuple(mesh.mesh.tolist())
+    return mesh.mesh.view(len(mesh.mesh), -1)
 
 
-def _mesh(group: Sequence[int], device: torch.device) -> Mesh:
-    """All ranks, those of a group as replicas of one another (collective)."""
-    own = torch.tensor(group, device=device)
+def _mesh(grid: torch.Tensor, device: torch.device) -> Mesh:
+    """All ranks, those of a column as replicas of one another (collective)."""
+    own = grid.to(device)
     parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, own)
-    groups = sorted({tuple(part.tolist()) for part in parts})
-    order = tuple(rank for pipeline in zip(*groups, strict=True) for rank in pipeline)
-    return Mesh(len(groups), len(group), order)
+    grids = sorted({tuple(map(tuple, part.tolist())) for part in parts})
+    order = tuple(rank for pipeline in zip(*grids, strict=True) for row in pipeline for rank in row)
+    return Mesh(len(grids), len(grid), order, grid.size(1))
 
 
 def _replicas(mesh: Mesh) -> set[frozenset[int]]:
     """Which ranks do the same work for other batches."""
-    return {frozenset(ranks) for ranks in zip(*mesh.pipelines, strict=True)}
+    of_members = (zip(*each.pipelines, strict=True) for each in mesh.each_member)
+    return {frozenset(ranks) for replicas in of_members for ranks in replicas}
 
 
 def _in_words(mesh: Mesh) -> str:

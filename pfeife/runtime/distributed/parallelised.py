@@ -5,6 +5,7 @@ import gc
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -40,9 +41,8 @@ def with_cuts(options: Mapping[str, Any], models: Sequence[nn.Module]) -> Mappin
     if not tensors:
         return options
     if sharded:
-        cut_options = as_replicas(options, sharded, [*tensors.values()])
-    else:
-        cut_options = _over_members(options, [*tensors.values()])
+        options = as_replicas(options, sharded, [*tensors.values()])
+    cut_options = _over_members(options, [*tensors.values()], after=bool(sharded))
     tensors.clear()  # who else has one of them is refused
     for model in models:
         _make_whole(model)
@@ -50,10 +50,11 @@ def with_cuts(options: Mapping[str, Any], models: Sequence[nn.Module]) -> Mappin
 
 
 def _over_members(
-    options: Mapping[str, Any], tensors: Sequence[tuple[str, Any]]
+    options: Mapping[str, Any], tensors: Sequence[tuple[str, Any]], after: int
 ) -> Mapping[str, Any]:
-    """The options of a step whose parameters are cut over members. Raises ValueError for others."""
-    cuts = [_cut(name, tensor) for name, tensor in tensors]
+    """The options of a step whose parameters are cut over members, `after` so many dimensions of
+    ranks. Raises ValueError for others."""
+    cuts = [_cut(name, tensor, after) for name, tensor in tensors]
     members = max(size for _, size, _ in cuts)
     places = {name: place for name, _, place in cuts if place is not None}
     cut_so = {"members": members, "parallel": places} if members > 1 else {}
@@ -95,7 +96,7 @@ def _make_whole(model: nn.Module) -> None:
         ends = time.monotonic() + _PASSING
         while sys.getrefcount(tensor) > 2:  # by this function and the call
             if time.monotonic() > ends:
-                held = name
+                held = f"{name} was cut over ranks, and {_holder(tensor)}"
                 break
             gc.collect()
             time.sleep(0.01)
@@ -104,17 +105,28 @@ def _make_whole(model: nn.Module) -> None:
     on_ranks = torch.tensor([float(bool(held))], device=device)
     dist.all_reduce(on_ranks)
     if on_ranks.item():
-        raise ValueError(
-            f"{held or 'a parameter on another rank'} was cut over ranks, and something still has "
-            "it as it was, as an optimizer does that was made before: call pfeife.compile first, "
-            "and make optimizers then"
-        )
+        raise ValueError(held or "on another rank something still has a part of a parameter")
 
 
-def _cut(name: str, tensor: Any) -> tuple[str, int, Place | None]:
+def _holder(tensor: Any) -> str:
+    """What still has a tensor that was a part, and what to do."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        names = [name for name, value in frame.f_locals.items() if value is tensor]
+        if names and frame.f_code.co_filename != __file__:
+            where = f"{frame.f_code.co_filename}, {frame.f_code.co_name}"
+            return f"the variable {names[0]} ({where}) has it as it was: `del {names[0]}` before"
+        frame = frame.f_back
+    return (
+        "something still has it as it was, as an optimizer does that was made before: call "
+        "pfeife.compile first, and make optimizers then"
+    )
+
+
+def _cut(name: str, tensor: Any, after: int) -> tuple[str, int, Place | None]:
     """The name of a DTensor, over how many ranks it is cut, and where, None if each has the whole
     of it."""
-    pairs = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    pairs = [*zip(tensor.placements, tensor.device_mesh.shape, strict=True)][after:]
     cuts = [(placement, size) for placement, size in pairs if not placement.is_replicate()]
     if not cuts:
         return name, 1, None
