@@ -40,7 +40,7 @@ BUDGET = {
     "report": 840,
     "report/page": 780,
     "runtime": 840,
-    "runtime/distributed": 1180,
+    "runtime/distributed": 1190,
     "runtime/distributed/batches": 270,
     "runtime/distributed/links": 590,
     "runtime/distributed/liveness": 500,

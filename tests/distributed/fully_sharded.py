@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+import torch.distributed as dist
 from rows import row
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -47,6 +48,20 @@ def trained(
         optimizer.step()
         optimizer.zero_grad()
     return figures
+
+
+@row(ranks=(4,))
+def copies_of_what_is_shared_out() -> None:
+    """HSDP: all of them are replicas."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "parts"))
+    plain = net()
+    model = shared_out(copy.deepcopy(plain), mesh)
+    step = pfeife.compile(lambda x: model(x).square().mean(), microbatches=4)
+    batches = torch.randn(2, 8, 3).double()
+    figures = trained(model, step, [batch.chunk(4)[dist.get_rank()] for batch in batches])
+    expected = trained(plain, lambda x: plain(x).square().mean(), [*batches])
+    torch.testing.assert_close(figures, expected, rtol=1e-12, atol=0)
+    assert step.backend.options.replicas == 4
 
 
 @row(ranks=(2, 4))
@@ -111,9 +126,6 @@ def what_fully_shard_has_other_than_replicas_have() -> None:
     precise = net()
     fully_shard(precise, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     refused("leave mp_policy out, and say param_dtype='bfloat16'", precise)
-    hybrid = net()
-    fully_shard(hybrid, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "shard")))
-    refused("over a mesh of 2 dimensions", hybrid)
     with torch.device("meta"):
         empty = fully_shard(net(), mesh=mesh)
     refused("has put .* on meta, and its ranks compute on cpu: give parameters values", empty)

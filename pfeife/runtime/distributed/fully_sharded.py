@@ -81,15 +81,20 @@ def _ranks_of(name: str, tensor: Any) -> torch.Tensor:
             f"{mesh.device_type}: give parameters values there before pfeife.compile is called, "
             "and leave offload_policy out"
         )
-    # Before a dimension of members comes that of fully_shard, which cuts every parameter.
-    if mesh.ndim > 2 or tensor.placements[0].is_replicate():
+    outer = dims_of_replicas(tensor)
+    if mesh.ndim > outer + 1:
         raise ValueError(
             f"fully_shard has put {name} over a mesh of {mesh.ndim} dimensions, "
-            f"{list(tensor.placements)}: pfeife takes what is shared out over one, and cut over "
-            "members by parallelize_module over another one; leave the others out (replicas= "
-            "counts all of them)"
+            f"{list(tensor.placements)}: pfeife takes those of fully_shard, and one over which "
+            "parallelize_module has cut; leave the others out"
         )
-    return mesh.mesh.view(len(mesh.mesh), -1)
+    return mesh.mesh.view(torch.Size(mesh.shape[:outer]).numel(), -1)
+
+
+def dims_of_replicas(tensor: Any) -> int:
+    """How many dimensions of a DTensor's ranks are those of `fully_shard`, which come first: one
+    over which it cuts every parameter, behind one of copies (HSDP)."""
+    return 2 if tensor.placements[0].is_replicate() else 1
 
 
 def _mesh(grid: torch.Tensor, device: torch.device) -> Mesh:

@@ -14,7 +14,11 @@ from torch import nn
 
 from pfeife import _torch
 from pfeife.factors import Place
-from pfeife.runtime.distributed.fully_sharded import as_replicas, fully_sharded
+from pfeife.runtime.distributed.fully_sharded import (
+    as_replicas,
+    dims_of_replicas,
+    fully_sharded,
+)
 from pfeife.runtime.distributed.wrapped import is_wrapped
 
 _PASSING = 1.0  # seconds for which nobody holds what is only looked at
@@ -42,7 +46,8 @@ def with_cuts(options: Mapping[str, Any], models: Sequence[nn.Module]) -> Mappin
         return options
     if sharded:
         options = as_replicas(options, sharded, [*tensors.values()])
-    cut_options = _over_members(options, [*tensors.values()], after=bool(sharded))
+    before = dims_of_replicas if sharded else lambda tensor: 0
+    cut_options = _over_members(options, [(n, t, before(t)) for n, t in tensors.values()])
     tensors.clear()  # who else has one of them is refused
     for model in models:
         _make_whole(model)
@@ -50,11 +55,11 @@ def with_cuts(options: Mapping[str, Any], models: Sequence[nn.Module]) -> Mappin
 
 
 def _over_members(
-    options: Mapping[str, Any], tensors: Sequence[tuple[str, Any]], after: int
+    options: Mapping[str, Any], tensors: Sequence[tuple[str, Any, int]]
 ) -> Mapping[str, Any]:
-    """The options of a step whose parameters are cut over members, `after` so many dimensions of
-    ranks. Raises ValueError for others."""
-    cuts = [_cut(name, tensor, after) for name, tensor in tensors]
+    """The options of a step whose parameters are cut over members; with each of the DTensors how
+    many dimensions of its ranks are not of members. Raises ValueError for other options."""
+    cuts = [_cut(*named) for named in tensors]
     members = max(size for _, size, _ in cuts)
     places = {name: place for name, _, place in cuts if place is not None}
     cut_so = {"members": members, "parallel": places} if members > 1 else {}
