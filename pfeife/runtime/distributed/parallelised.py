@@ -147,11 +147,13 @@ def _cut(name: str, tensor: Any, after: int) -> tuple[str, int, Place | None]:
 
 
 def _whole(tensor: Any) -> torch.Tensor:
-    """A plain tensor of all values."""
+    """A plain tensor of all values, with the attributes that a script gave it, and its gradient."""
     whole: torch.Tensor = tensor.detach().full_tensor()
-    if not isinstance(tensor, nn.Parameter):
-        return whole
-    return nn.Parameter(whole, requires_grad=tensor.requires_grad)
+    if isinstance(tensor, nn.Parameter):
+        whole = nn.Parameter(whole, requires_grad=tensor.requires_grad)
+    vars(whole).update(vars(tensor))
+    whole.grad = None if tensor.grad is None else tensor.grad.full_tensor()
+    return whole
 
 
 def _leave(module: nn.Module) -> None:
