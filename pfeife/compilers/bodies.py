@@ -80,10 +80,7 @@ def compile_bodies(
             run = _compiled(body, compiler, pieces, cuda_graphs)
         except Exception as error:
             raise ValueError(_failure(call, body, compiler, error)) from error
-        compiled[call.node] = separated = _separated(run, _exported(program, call))
-        # What members tell one another is bound by the pipeline, in a graph.
-        if isinstance(separated, fx.GraphModule) and not tells(body):
-            compiled[call.node] = separated.forward
+        compiled[call.node] = _runnable(_separated(run, _exported(program, call)), body)
         if run is body:
             log.debug(
                 "compiler %s: %s: it has effects, so it runs as its graph",
@@ -96,6 +93,12 @@ def compile_bodies(
             progress(index + 1, len(calls))
     log.debug("compiler %s: %d bodies, %d distinct pieces", name, len(calls), len(pieces))
     return compiled
+
+
+def _runnable(run: Run, body: fx.GraphModule) -> Run:
+    """A graph as its function, but for what members tell one another in it, which the pipeline
+    binds."""
+    return run.forward if isinstance(run, fx.GraphModule) and not tells(body) else run
 
 
 def checked(compiler: object) -> None:

@@ -71,8 +71,8 @@ def node_seconds(node: fx.Node, machine: Machine) -> float:
 
 def telling_seconds(body: fx.GraphModule, machine: Machine) -> float:
     """Seconds of a body in which members of a group wait for what they tell one another."""
-    told = (node for node in body.graph.nodes if node.target in MEANING.keys() - ALONE)
-    return sum(_collective_seconds(node, machine) for node in told)
+    collectives = (node for node in body.graph.nodes if node.target in MEANING.keys() - ALONE)
+    return sum(_collective_seconds(node, machine) for node in collectives)
 
 
 def member_prices(machine: Machine) -> Prices:

@@ -17,9 +17,9 @@ def forecast_table(forecast: Forecast, width: int = 1000) -> str:
     """A row a stage, a row a rank, and what it comes to; the tables are at most so many letters
     wide where that can be: then paths are shortened, and the smallest of the ranks' bytes added
     up."""
-    told = any(stage.telling_seconds for stage in forecast.stages)
+    has_members = any(stage.telling_seconds for stage in forecast.stages)
     head = ["stage", "rank", "from", "to", "parameters", "forward", "backward", "sends"]
-    head += ["members wait"] if told else []
+    head += ["members wait"] if has_members else []
     stages = [
         (
             stage.stage,
@@ -30,7 +30,7 @@ def forecast_table(forecast: Forecast, width: int = 1000) -> str:
             f"{1e3 * stage.forward_seconds:.2f} ms",
             f"{1e3 * stage.backward_seconds:.2f} ms",
             size(stage.sent_bytes),
-            *([f"{1e3 * stage.telling_seconds:.2f} ms"] if told else []),
+            *([f"{1e3 * stage.telling_seconds:.2f} ms"] if has_members else []),
         )
         for stage in forecast.stages
     ]

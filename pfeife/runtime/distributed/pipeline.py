@@ -8,7 +8,6 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch import fx
 
 from pfeife.data.machine import Mesh
 from pfeife.data.schedule import Schedule
@@ -81,23 +80,12 @@ class DistributedPipeline(Pipeline["DistributedStep"]):
         with world.building("a pipeline"):
             world.check_agreement(f"{program}\n{schedule.to_csv()}", "what the ranks will run")
             self.transport = DistributedTransport(world, self.mesh, program, apart)
-            bodies = self._with_collectives(bodies or {})
-            self.runner = RankRunner(program, schedule, self.transport.rank, bodies)
+            if program.members > 1:
+                collectives = Collectives(lambda: self.transport)  # another one after a failure
+                bodies = collectives.of_rank(program, self.transport.rank, bodies or {})
+            self.runner = RankRunner(program, schedule, self.transport.rank, bodies or {})
             place = self.transport.rank, self.transport.replica, self.mesh.member
             self.gradients = trained_on(program, *place)
-
-    def _with_collectives(self, bodies: Mapping[str, Callable]) -> Mapping[str, Callable]:
-        """The bodies of this rank's calls by the calls' nodes: those that are graphs with the
-        collectives of its group."""
-        if self.program.members == 1:
-            return bodies
-        collectives = Collectives(lambda: self.transport)  # after a failure there is another one
-        own = [call for call in self.program.calls if call.rank == self.transport.rank]
-        chosen = {call.node: bodies.get(call.node, self.program.body(call)) for call in own}
-        return {
-            node: collectives.bound(body) if isinstance(body, fx.GraphModule) else body
-            for node, body in chosen.items()
-        }
 
     def _world(self) -> World:
         world = join_world(self.device, self.timeout)

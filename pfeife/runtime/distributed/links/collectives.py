@@ -9,7 +9,7 @@ Each then does with them, in the order of members, what `MEANING` says: the bits
 large sum is scattered and then gathered. What all of it needs of memory is `ir.members.scratch`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +31,7 @@ from pfeife.ir.members import (
     reduce_scatter,
 )
 from pfeife.ir.nodes import sizes_of, value_of
+from pfeife.ir.program import Program
 from pfeife.runtime.distributed.links.connection import Connection
 
 
@@ -52,6 +53,17 @@ class Collectives:
 
     def __init__(self, now: Callable[[], Group]):
         self.now = now
+
+    def of_rank(
+        self, program: Program, rank: int, bodies: Mapping[str, Callable]
+    ) -> dict[str, Callable]:
+        """The bodies of a rank's calls by the calls' nodes, of which some may be other ones than
+        the program's; those that are graphs are bound."""
+        bound: dict[str, Callable] = {}
+        for call in (call for call in program.calls if call.rank == rank):
+            body: Any = bodies.get(call.node, program.body(call))
+            bound[call.node] = self.bound(body) if isinstance(body, fx.GraphModule) else body
+        return bound
 
     def bound(self, body: fx.GraphModule) -> fx.GraphModule:
         """A body whose collectives are this member's."""
