@@ -1,8 +1,14 @@
 """What `fully_shard` leaves on modules beside their hooks."""
 
+import inspect
+from pathlib import Path
 from typing import Any
 
 from torch import nn
+
+# Where torch looks for what has changed a module. If it moves: reading the state dict of a model
+# that was under `fully_shard` by torch.distributed.checkpoint fails in torch's words.
+from torch.distributed._composable_state import _module_state_mapping
 
 # Attributes of modules: marks, and dicts of who has changed a module, by keys that begin so. If
 # they move: `fully_shard` has no way back, and the call refuses what is left of it.
@@ -25,9 +31,16 @@ def leave_fully_shard(module: nn.Module) -> None:
 
     if isinstance(module, FSDPModule):
         module.__class__ = next(base for base in type(module).__bases__ if base is not FSDPModule)
+    _module_state_mapping.pop(module, None)
     attributes = vars(module)
     for mark in _MARKS:
         attributes.pop(mark, None)
+    # `register_fsdp_forward_method` puts a method of its own before that of the class.
+    theirs = str(Path(inspect.getfile(FSDPModule)).parent)
+    for name, value in [*attributes.items()]:
+        code = getattr(getattr(value, "__func__", None), "__code__", None)
+        if code is not None and code.co_filename.startswith(theirs):
+            del attributes[name]
     for key in [key for key in attributes if key.startswith(_RECORDS)]:
         changed_by = attributes[key]
         for who in [who for who in changed_by if getattr(who, "__name__", who) == "fully_shard"]:

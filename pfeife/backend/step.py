@@ -24,7 +24,7 @@ from pfeife.backend.entry import Backend, backend
 from pfeife.backend.pipelined import P, PipelinedStep, R, compiles
 from pfeife.backend.settings.declared import mark_declared
 from pfeife.backend.settings.option_table import Capture
-from pfeife.backend.settings.options import Options
+from pfeife.backend.settings.options import Options, options_from
 from pfeife.backend.state.values import with_values
 from pfeife.backend.step_modules import modules_of, numbers_in
 from pfeife.backend.steps import Steps
@@ -69,6 +69,8 @@ def compile(step: Callable[P, R], **options: Any) -> PipelinedStep[P, R]:
     if any(is_one(function_of(step)) for is_one in kinds):
         name = function_of(step).__qualname__
         raise ValueError(f"{name} is a generator or async: a step returns its results")
+    # Before a model is changed; what cut it says how many members there are.
+    options_from({name: value for name, value in options.items() if name != "parallel"})
     compiler = backend(**with_cuts(options, modules_of(step)))
     return PipelinedStep(step, CompiledStep(step, compiler.options.in_dims, compiler), compiler)
 

@@ -79,6 +79,7 @@ class Steps:
         self.numbers, self.count = WeakIdKeyDictionary(), itertools.count()
         self.builds = itertools.count()
         self.warn_of_drops = functools.cache(self._warn_of_drops)  # once
+        self.warn_of_copies = functools.cache(self._warn_of_copies)
 
     def __call__(
         self, args: Sequence[Any], options: Options | None = None, sent: Sent | None = None
@@ -258,7 +259,17 @@ class Steps:
                 groups=groups,
             )
             agree_on(world.ownership, world, answers.notes, borrowed, args)
+        if len(groups) > 1 and answers.all_alike and batch:
+            self.warn_of_copies(len(groups))
         return None if seed is None else _common_seed(world, answers.numbers)
+
+    def _warn_of_copies(self, replicas: int) -> None:
+        log.warning(
+            "%s: option batch='replica', and all %d replicas have the same rows: a sum over rows "
+            "is %d times as large as it is on one device, and a mean is computed %d times; give "
+            "each replica its own (pfeife.data_sampler), or say batch='global'",
+            *(self.name, replicas, replicas, replicas),
+        )
 
     def _is_computed(self, value: torch.Tensor) -> bool:
         """Whether an argument is none of the batch's that the caller has made."""

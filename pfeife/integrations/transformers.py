@@ -48,6 +48,11 @@ def pipelined(trainer: type, **options: Any) -> type:
             f"If the model's own loss is what you want, as of SFTTrainer's loss_type='nll': `class "
             f"Own({name}): compute_loss = transformers.Trainer.compute_loss`, and pipelined(Own)"
         )
+    if options.get("batch") == "replica":
+        raise ValueError(
+            "option batch='replica': a Trainer gives each rank all rows, and each replica would "
+            "train on the same ones; leave batch out"
+        )
     return type(f"Pipelined{trainer.__name__}", (_Pipelined, trainer), {"pfeife_options": options})
 
 
@@ -58,14 +63,16 @@ class _Pipelined(Base):
 
     def __init__(self, *args: Any, **kwargs: Any):
         model: Any = kwargs.get("model", args[0] if args else None)
-        options = self.pfeife_options
+        # Every rank reads all rows here, also where a model was shared out over replicas.
+        given: Mapping[str, Any] = {"batch": "global", **self.pfeife_options}
+        options = given
         if isinstance(model, nn.Module):
-            options = with_cuts(options, [model])
-        if options is not self.pfeife_options:
+            options = with_cuts(given, [model])
+        if options is not given:
             # Else the Trainer takes its parameters for parts, whose gradients it would add up.
             model._tp_size = None
         super().__init__(*args, **kwargs)
-        if options is not self.pfeife_options:
+        if options is not given:
             self.is_distributed_loading_by_transformers = False
         self._training = pipeline(self._loss, **options)
         self._evaluation = pipeline(self._loss_and_outputs, **{"loss": "loss", **options})

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from rows import row
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -160,3 +161,41 @@ def a_sum_over_the_rows_of_a_replica() -> None:
         step(x)
     step = pfeife.compile(lambda x: model(x).square().sum(), **options, loss_reduction="sum")
     torch.testing.assert_close(step(x).detach(), 2 * model(x).square().sum().detach())
+
+
+@row(ranks=(2,))
+def a_second_step_of_the_same_model() -> None:
+    """It is a step of replicas as well, before the first one has run or after it."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    plain = net()
+    model = shared_out(copy.deepcopy(plain), mesh)
+    train = pfeife.compile(lambda x: model(x).square().mean(), microbatches=4)
+    evaluate = pfeife.compile(lambda x: model(x).abs().mean(), microbatches=4)
+    x = torch.randn(8, 3).double()
+    own = x.chunk(2)[dist.get_rank()]
+    for _ in range(2):
+        with torch.no_grad():
+            torch.testing.assert_close(evaluate(own), plain(x).abs().mean(), rtol=1e-12, atol=0)
+        trained(model, train, [own])
+        trained(plain, lambda x: plain(x).square().mean(), [x])
+    saved = get_model_state_dict(model)
+    torch.testing.assert_close(saved["0.weight"], plain.state_dict()["0.weight"])
+
+
+@row(ranks=(2,))
+def what_one_rank_alone_refuses_of_a_model_under_fully_shard() -> None:
+    """All do, and nothing is changed: not for a wrong option, nor for a hook."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    model = shared_out(net(), mesh)
+    said = {"replicas": 1} if dist.get_rank() else {}
+    with pytest.raises(ValueError, match="option replicas=1: fully_shard has shared out"):
+        pfeife.compile(lambda x: model(x).mean(), microbatches=4, **said)
+    with pytest.raises(ValueError, match=r"unknown options \['microbatch'\]"):
+        pfeife.compile(lambda x: model(x).mean(), microbatch=4)
+    hook = model[3].weight.register_post_accumulate_grad_hook(print)
+    with pytest.raises(ValueError, match=r"3\.weight has hooks, which would be gone"):
+        pfeife.compile(lambda x: model(x).mean(), microbatches=4)
+    hook.remove()
+    assert isinstance(model[0].weight, DTensor)
+    pfeife.compile(lambda x: model(x).mean(), microbatches=4)
+    assert type(model[0].weight) is nn.Parameter

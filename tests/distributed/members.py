@@ -458,6 +458,9 @@ def a_model_that_torch_has_cut() -> None:
         [*trained(step, model, batches)], [*trained(plain, plain, batches)], rtol=1e-12, atol=0
     )
     alike(model, plain)
+    evaluate = pfeife.compile(lambda tokens: model(tokens), microbatches=4)
+    with torch.no_grad():
+        torch.testing.assert_close(evaluate(batches[0]), plain(batches[0]), rtol=1e-12, atol=0)
     (compiled,) = step.backend.compiled
     splits = {port.fqn: port.split for port in compiled.program.ports(pfeife.Role.PARAMETER)}
     assert splits["blocks.0.up.weight"].dim == 0 and splits["blocks.1.down.weight"].dim == 1

@@ -7,7 +7,6 @@ from pfeife.backend.building.own_passes import check_unchanged
 from pfeife.backend.building.sharding import sharding
 from pfeife.backend.building.sync_batch_norm import check_synced
 from pfeife.backend.building.task import Task
-from pfeife.backend.calls.together import together
 from pfeife.frontend.captured import Captured
 from pfeife.frontend.checks.check_capture import check_first_call
 from pfeife.frontend.checks.check_trace import check_traced
@@ -15,6 +14,7 @@ from pfeife.ir.parts import Role
 from pfeife.ir.program import Program
 from pfeife.passes import accumulate_in, defer_batch_norm, master_weights, record
 from pfeife.passes.compose import History, Pass
+from pfeife.runtime.distributed.together import together
 
 
 def capture(task: Task) -> tuple[Captured, History]:

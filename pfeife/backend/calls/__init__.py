@@ -2,5 +2,5 @@
 
 `call` runs it, `autograd` does so for autograd; read these two first. `loss_scale` knows with which
 gradient of the loss, `inplace_inputs` writes to arguments what the step changes of them in place,
-`together` is for what ranks refuse together, and `meter` measures a call.
+and `meter` measures a call.
 """

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from pfeife.backend.calls.together import together
 from pfeife.frontend.captured import Captured
 from pfeife.ir.parts import Role
+from pfeife.runtime.distributed.together import together
 from pfeife.runtime.distributed.world import World
 
 

@@ -47,10 +47,12 @@ def comparable(text: str) -> str:
 
 @attrs.frozen
 class Agreed:
-    """What each rank has added to what all of them agree on."""
+    """What each rank has added to what all of them agree on, and whether all have told their groups
+    the same."""
 
     numbers: tuple[int, ...]
     notes: tuple[str, ...]
+    all_alike: bool
 
 
 def disagreement(reports: Sequence[str], groups: Sequence[Sequence[int]] = ()) -> str:
@@ -208,9 +210,9 @@ class AllRanks(ABC):
                 str(refused) if refused else disagreement(reports, groups)
             ) from refused
         if max(sizes) == _SHORT:
-            return Agreed(numbers, tuple(self.from_all_ranks(note)))
+            return Agreed(numbers, tuple(self.from_all_ranks(note)), len({*owned}) == 1)
         notes = (encoded[:size].decode() for encoded, size in zip(shorts, sizes, strict=True))
-        return Agreed(numbers, tuple(notes))
+        return Agreed(numbers, tuple(notes), len({*owned}) == 1)
 
     def differing(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
         """Names of the tensors that are not the same on all ranks, by checksums (collective)."""

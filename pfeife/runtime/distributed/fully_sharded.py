@@ -21,18 +21,12 @@ def fully_sharded(models: Iterable[nn.Module]) -> list[tuple[str, Any]]:
     return [(name or type(m).__name__, m) for name, m in modules if isinstance(m, FSDPModule)]
 
 
-def as_replicas(
-    options: Mapping[str, Any],
-    sharded: Sequence[tuple[str, nn.Module]],
-    tensors: Sequence[tuple[str, Any]],
-) -> Mapping[str, Any]:
-    """The options for models in which `fully_shard` was called on some modules (collective): as
-    many replicas as there are ranks with a part of each of the DTensors, which share out state, and
-    each of which gives its own batch. `tensors` are the DTensors with their names; those that are
-    cut over members besides have a mesh of replicas and members.
-
-    Raises ValueError for other options, for precisions, and for parts of other ranks.
-    """
+def ranks_of(
+    sharded: Sequence[tuple[str, nn.Module]], tensors: Sequence[tuple[str, Any]]
+) -> torch.Tensor:
+    """The ranks that have parts of the DTensors of models in which `fully_shard` was called on some
+    modules, [replicas, members], both with their names; those that are cut over members besides
+    have a mesh of both. Raises ValueError for precisions, and for parts of other ranks."""
     for name, module in sharded:
         _check_precision(name, module)
     grids = [_ranks_of(name, tensor) for name, tensor in tensors]
@@ -44,7 +38,12 @@ def as_replicas(
                 f"fully_shard has put {name} on the ranks {other.tolist()}, and others on "
                 f"{grid.tolist()}: pfeife takes models of which each parameter is on the same ones"
             )
-    mesh = _mesh(grid, torch.device(tensors[0][1].device_mesh.device_type))
+    return grid
+
+
+def as_replicas(options: Mapping[str, Any], mesh: Mesh) -> Mapping[str, Any]:
+    """The options for models that `fully_shard` has shared out over the replicas of a mesh, which
+    share out state, and each of which gives its own batch. Raises ValueError for others."""
     chosen = mesh_of(options.get("mesh"))
     if chosen is not None and _replicas(chosen) != _replicas(mesh):
         raise ValueError(
@@ -97,7 +96,7 @@ def dims_of_replicas(tensor: Any) -> int:
     return 2 if tensor.placements[0].is_replicate() else 1
 
 
-def _mesh(grid: torch.Tensor, device: torch.device) -> Mesh:
+def all_replicas(grid: torch.Tensor, device: torch.device) -> Mesh:
     """All ranks, those of a column as replicas of one another (collective)."""
     own = grid.to(device)
     parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]

@@ -1,10 +1,11 @@
 """Models that torch's `parallelize_module` or `fully_shard`, or Hugging Face's `tp_plan`, has cut
 over ranks."""
 
+import functools
 import gc
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -13,14 +14,21 @@ import torch.distributed as dist
 from torch import nn
 
 from pfeife import _torch
+from pfeife.data.machine import Mesh
 from pfeife.factors import Place
 from pfeife.runtime.distributed.fully_sharded import (
+    all_replicas,
     as_replicas,
     dims_of_replicas,
     fully_sharded,
+    ranks_of,
 )
+from pfeife.runtime.distributed.process_group import join_world, joined
+from pfeife.runtime.distributed.together import together
 from pfeife.runtime.distributed.wrapped import is_wrapped
 
+Cut = tuple[int, Place | None]
+_MODEL = "a model that is cut over ranks"
 _PASSING = 1.0  # seconds for which nobody holds what is only looked at
 _THEIRS = ("torch.distributed.tensor.", "torch.distributed.fsdp.", "transformers.distributed.")
 
@@ -41,27 +49,72 @@ def with_cuts(options: Mapping[str, Any], models: Sequence[nn.Module]) -> Mappin
     for _, module in sharded:
         module.reshard()  # after a forward some modules have whole parameters, and optimizers parts
     # By tensor: a module may be reached by itself and in another one.
-    tensors = {id(t): (n, t) for model in reversed(models) for n, t in _in_parts(model).items()}
-    if not tensors:
-        return options
-    if sharded:
-        options = as_replicas(options, sharded, [*tensors.values()])
-    before = dims_of_replicas if sharded else lambda tensor: 0
-    cut_options = _over_members(options, [(n, t, before(t)) for n, t in tensors.values()])
-    tensors.clear()  # who else has one of them is refused
+    named = {id(t): (n, t) for model in reversed(models) for n, t in _in_parts(model).items()}
+    if not named:
+        return _as_before(options, models)
+    tensors = [*named.values()]
+    device = torch.device(tensors[0][1].device_mesh.device_type)
+    world = join_world(device, options.get("timeout"))
+    grid, cuts = together(lambda: _read(sharded, tensors), world, _MODEL)
+    mesh = None if grid is None else all_replicas(grid, device)
+    options = together(lambda: _taken_over(options, cuts, mesh), world, _MODEL)
+    named.clear()  # who else has one of the tensors is refused
+    tensors.clear()
     for model in models:
-        _make_whole(model)
-    return cut_options
+        together(functools.partial(_make_whole, model), world, _MODEL)
+    if world is not None:
+        for name, parameter in _parameters(models):
+            if name in cuts:
+                world.ownership.cut_before[parameter] = options, cuts[name]
+    return options
 
 
-def _over_members(
-    options: Mapping[str, Any], tensors: Sequence[tuple[str, Any, int]]
+def _parameters(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    for model in models:
+        yield from model.named_parameters(remove_duplicate=False)
+
+
+def _as_before(options: Mapping[str, Any], models: Sequence[nn.Module]) -> Mapping[str, Any]:
+    """The options of a step whose models have been made whole for another one."""
+    world = joined()
+    cut_before = {} if world is None else world.ownership.cut_before
+    before = [(name, *cut_before[p]) for name, p in _parameters(models) if p in cut_before]
+    if not before:
+        return options
+    _, same, _ = before[0]
+    names = ("data_parallel", "batch", "mesh", "members")
+    own = {name: same[name] for name in names if name in same}
+    if own.get("members", 1) > 1:
+        own["parallel"] = {name: place for name, _, (_, place) in before if place is not None}
+    return {**own, **options}
+
+
+def _read(
+    sharded: Sequence[tuple[str, nn.Module]], tensors: Sequence[tuple[str, Any]]
+) -> tuple[torch.Tensor | None, dict[str, Cut]]:
+    """The ranks that `fully_shard` has shared the DTensors out over, [replicas, members], None if
+    it was not called, and where they are cut over members. Raises ValueError for what cannot be
+    taken over."""
+    for name, tensor in tensors:
+        if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"{name} has hooks, which would be gone with its parts: register them after "
+                "pfeife.compile"
+            )
+    outer = dims_of_replicas if sharded else lambda tensor: 0
+    grid = ranks_of(sharded, tensors) if sharded else None
+    return grid, {name: _cut(name, tensor, outer(tensor)) for name, tensor in tensors}
+
+
+def _taken_over(
+    options: Mapping[str, Any], cuts: Mapping[str, Cut], mesh: Mesh | None
 ) -> Mapping[str, Any]:
-    """The options of a step whose parameters are cut over members; with each of the DTensors how
-    many dimensions of its ranks are not of members. Raises ValueError for other options."""
-    cuts = [_cut(*named) for named in tensors]
-    members = max(size for _, size, _ in cuts)
-    places = {name: place for name, _, place in cuts if place is not None}
+    """The options of a step whose parameters are cut over members, and shared out over the replicas
+    of a mesh. Raises ValueError for others."""
+    if mesh is not None:
+        options = as_replicas(options, mesh)
+    members = max(size for size, _ in cuts.values())
+    places = {name: place for name, (_, place) in cuts.items() if place is not None}
     cut_so = {"members": members, "parallel": places} if members > 1 else {}
     for name, value in cut_so.items():
         if options.get(name, value) != value:
@@ -105,12 +158,8 @@ def _make_whole(model: nn.Module) -> None:
                 break
             gc.collect()
             time.sleep(0.01)
-    # All ranks go on, or none.
-    device = next(iter(whole.values())).device
-    on_ranks = torch.tensor([float(bool(held))], device=device)
-    dist.all_reduce(on_ranks)
-    if on_ranks.item():
-        raise ValueError(held or "on another rank something still has a part of a parameter")
+    if held:
+        raise ValueError(held)
 
 
 def _holder(tensor: Any) -> str:
@@ -128,13 +177,13 @@ def _holder(tensor: Any) -> str:
     )
 
 
-def _cut(name: str, tensor: Any, after: int) -> tuple[str, int, Place | None]:
-    """The name of a DTensor, over how many ranks it is cut, and where, None if each has the whole
-    of it."""
+def _cut(name: str, tensor: Any, after: int) -> Cut:
+    """Over how many members a DTensor is cut, `after` some dimensions of ranks, and where, None if
+    each has the whole of it."""
     pairs = [*zip(tensor.placements, tensor.device_mesh.shape, strict=True)][after:]
     cuts = [(placement, size) for placement, size in pairs if not placement.is_replicate()]
     if not cuts:
-        return name, 1, None
+        return 1, None
     (placement, size), *more = cuts
     if more or not hasattr(placement, "dim"):
         raise ValueError(
@@ -143,7 +192,7 @@ def _cut(name: str, tensor: Any, after: int) -> tuple[str, int, Place | None]:
             "data_parallel= do it for pipelines)"
         )
     # torch cuts products of several in blocks, as of queries and keys, by a class of its own.
-    return name, size, Place(placement.dim, getattr(placement, "split_factor", 1))
+    return size, Place(placement.dim, getattr(placement, "split_factor", 1))
 
 
 def _whole(tensor: Any) -> torch.Tensor:

@@ -74,6 +74,11 @@ def is_one_of_several() -> bool:
     return number_of("WORLD_SIZE", 1, default="1") > 1
 
 
+def joined() -> World | None:
+    """The world that this process has joined last, be it as it may, None without one."""
+    return _worlds[0] if _worlds else None
+
+
 def world_so_far() -> World | None:
     """The world that this process is in already (collective after a failure), None without one."""
     if not _worlds or not dist.is_initialized() or _worlds[0].default is not dist.group.WORLD:

@@ -113,7 +113,7 @@ class Collectives:
             dim, before, new_dim, new_before, _ = rest
             old, new = Split(dim, members, before), Split(new_dim, members, new_before)
             if dim == new_dim:
-                return new.part(old.joined(_stacked(group, value)), place)
+                return _part(new, old.joined(_stacked(group, value)), place)
             return old.joined(_exchanged(group, new.stacked(value)))
         assert collective is all_reduce
         size = value.numel() * value.dtype.itemsize
@@ -134,20 +134,26 @@ def _alone(
     """What a member makes by itself."""
     if collective is part:
         dim, before, members = rest
-        own = Split(dim, members, before).part(value, place)
-        # A view would keep all of it.
-        shared = own.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
-        return own.clone() if shared else own
+        return _part(Split(dim, members, before), value, place)
     if collective is addend:
         return torch.zeros_like(value) if place else value
     return torch.tensor(place, device=value.device)
+
+
+def _part(split: Split, value: torch.Tensor, place: int) -> torch.Tensor:
+    """A member's part of a whole value, in memory of its own: a view would keep all of it."""
+    own = split.part(value, place)
+    is_view = own.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
+    return own.clone() if is_view else own
 
 
 def _reduced_in_parts(group: Group, value: torch.Tensor, by: str = "sum") -> torch.Tensor:
     """A sum of which each member adds up a part."""
     assert group.group is not None
     own = _sum(_exchanged(group, _rows(value, len(group.group.ranks))).unbind(), by)
-    return _stacked(group, own).flatten()[: value.numel()].view(value.shape)
+    whole = _stacked(group, own).flatten()
+    padded = len(whole) > value.numel()
+    return (whole[: value.numel()].clone() if padded else whole).view(value.shape)
 
 
 def _rows(value: torch.Tensor, count: int) -> torch.Tensor:
@@ -181,7 +187,9 @@ def _stacked(group: Group, value: torch.Tensor) -> torch.Tensor:
     assert group.group is not None
     stack = value.new_empty([len(group.group.ranks), *value.shape])
     if len(stack) > 2:
-        group.wait(group.group.group.allgather([[*stack.unbind()]], [value.contiguous()]))
+        # As bytes: Gloo knows few types.
+        *parts, own = (part.flatten().view(torch.uint8) for part in (*stack.unbind(), value))
+        group.wait(group.group.group.allgather([parts], [own]))
         return stack
     stack[group.group.place] = value
     _swap(group, value, stack[1 - group.group.place])

@@ -58,6 +58,7 @@ class Ownership:
         self.owned: dict[int, Owned] = {}  # by their numbers
         self.shared = Versions()  # of what other ranks train as well
         self.frozen: set[int] = set()  # the numbers of frozen parameters that this rank keeps
+        self.cut_before = WeakIdKeyDictionary()  # what was made whole: a step's options, where cut
         self.watched = WeakIdKeyDictionary()  # those whose gradients are guarded
         self.checked: weakref.WeakKeyDictionary[Program, int] = weakref.WeakKeyDictionary()
         self.foreign = Foreign(self._spread)
