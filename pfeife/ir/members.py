@@ -121,7 +121,7 @@ class Split:
     def joined(self, stack: torch.Tensor) -> torch.Tensor:
         """The whole tensor of every member's part, [members, *part]; a view as `stacked` is."""
         blocks = stack.unflatten(self.dim + 1, (self.before, -1)).movedim(0, self.dim + 1)
-        return blocks.flatten(self.dim, self.dim + 2)
+        return blocks.flatten(self.dim, self.dim + 2).contiguous()
 
     def in_order(self, shape: Sequence[int]) -> bool:
         """Whether the parts of a contiguous tensor lie one behind the other."""
