@@ -26,7 +26,7 @@ from pfeife.backend.settings.declared import mark_declared
 from pfeife.backend.settings.option_table import Capture
 from pfeife.backend.settings.options import Options, options_from
 from pfeife.backend.state.values import with_values
-from pfeife.backend.step_modules import modules_of, numbers_in
+from pfeife.backend.step_modules import modules_of, numbers_in, reached_by
 from pfeife.backend.steps import Steps
 from pfeife.frontend.batch import Cutter, function_of
 from pfeife.frontend.captured import Door, neither, taken
@@ -71,7 +71,7 @@ def compile(step: Callable[P, R], **options: Any) -> PipelinedStep[P, R]:
         raise ValueError(f"{name} is a generator or async: a step returns its results")
     # Before a model is changed; what cut it says how many members there are.
     options_from({name: value for name, value in options.items() if name != "parallel"})
-    compiler = backend(**with_cuts(options, modules_of(step)))
+    compiler = backend(**with_cuts(options, reached_by(step)))
     return PipelinedStep(step, CompiledStep(step, compiler.options.in_dims, compiler), compiler)
 
 

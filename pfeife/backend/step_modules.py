@@ -11,7 +11,7 @@ from pfeife import _torch
 from pfeife.frontend.arguments import Given
 from pfeife.frontend.batch import Leaf, fields_of
 from pfeife.frontend.trace.guards import Guard
-from pfeife.frontend.trace.reachable_state import Part
+from pfeife.frontend.trace.reachable_state import Part, Places
 
 
 def numbers_in(result: Any) -> Iterator[int | float]:
@@ -40,6 +40,12 @@ def given_by(leaves: Sequence[Leaf]) -> dict[int, Given]:
         id(leaf.first): Given(leaf.name, index, leaf.dim, leaf.dim is None)
         for index, leaf in enumerate(leaves)
     }
+
+
+def reached_by(step: Any) -> Iterator[nn.Module]:
+    """The modules that a step reaches, through functions and objects too; nothing is looked at
+    before one is asked for."""
+    yield from Places(step, {}).roots.values()
 
 
 def modules_of(step: Any) -> list[nn.Module]:

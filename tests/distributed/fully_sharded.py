@@ -165,12 +165,18 @@ def a_sum_over_the_rows_of_a_replica() -> None:
 
 @row(ranks=(2,))
 def a_second_step_of_the_same_model() -> None:
-    """It is a step of replicas as well, before the first one has run or after it."""
+    """It is a step of replicas as well, before the first one has run or after it. Both reach the
+    model through a function and a dict."""
     mesh = init_device_mesh("cpu", (WORLD,))
     plain = net()
     model = shared_out(copy.deepcopy(plain), mesh)
-    train = pfeife.compile(lambda x: model(x).square().mean(), microbatches=4)
-    evaluate = pfeife.compile(lambda x: model(x).abs().mean(), microbatches=4)
+    models = {"net": model}
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return models["net"](x)
+
+    train = pfeife.compile(lambda x: forward(x).square().mean(), microbatches=4)
+    evaluate = pfeife.compile(lambda x: forward(x).abs().mean(), microbatches=4)
     x = torch.randn(8, 3).double()
     own = x.chunk(2)[dist.get_rank()]
     for _ in range(2):

@@ -33,7 +33,7 @@ _PASSING = 1.0  # seconds for which nobody holds what is only looked at
 _THEIRS = ("torch.distributed.tensor.", "torch.distributed.fsdp.", "transformers.distributed.")
 
 
-def with_cuts(options: Mapping[str, Any], models: Sequence[nn.Module]) -> Mapping[str, Any]:
+def with_cuts(options: Mapping[str, Any], models: Iterable[nn.Module]) -> Mapping[str, Any]:
     """The options of a step whose models may be cut over ranks already: over so many members, and
     where they are; or, where `fully_shard` was called, over so many replicas. The models are made
     whole again, in place (collective): what told parts between modules is gone, for it follows from
@@ -43,8 +43,11 @@ def with_cuts(options: Mapping[str, Any], models: Sequence[nn.Module]) -> Mappin
     sum of parts, and if somebody else has the parameters that were: an optimizer would go on with
     these.
     """
-    if not dist.is_available() or not dist.is_initialized() or is_wrapped(models):
-        return options  # the call refuses what is wrapped, with its name
+    if not dist.is_available() or not dist.is_initialized():
+        return options
+    models = [*models]
+    if is_wrapped(models):
+        return options  # the call refuses it, with its name
     sharded = fully_sharded(models)
     for _, module in sharded:
         module.reshard()  # after a forward some modules have whole parameters, and optimizers parts
