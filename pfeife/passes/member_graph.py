@@ -137,7 +137,9 @@ class Member:
     def _in_its_way(self, node: fx.Node) -> None:
         reads, way, name = tensors_of(node), self.ways[node], operation_name(node)
         if name in (*_BY_LAYOUT, *_ALIGNED):
-            for read, place in zip(reads, way.operands, strict=True):
+            # What is scattered into another one's memory is read by its elements.
+            layouts = reads[:1] if name in _BY_LAYOUT else reads
+            for read, place in zip(layouts, way.operands, strict=False):
                 self._at(read, place)  # which may put it in another order
                 if read in self.laid_out and name in _BY_LAYOUT:
                     _check_whole(read, node)

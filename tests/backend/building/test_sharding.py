@@ -28,7 +28,6 @@ def test_a_mesh_gives_the_members():
     [
         ({"parallel": PLAN}, "say with members= over how many ranks"),
         ({"parallel": ["colwise"]}, "option parallel=.*must be 'auto', or a mapping"),
-        ({"parallel": PLAN, "members": 2, "compiler": "inductor"}, "leave compiler out"),
         ({"parallel": PLAN, "members": 2, "costs": "measure"}, "leave costs out"),
         ({"parallel": PLAN, "members": 2, "cuda_graphs": True}, "leave cuda_graphs out"),
         ({"parallel": PLAN, "members": 2, "data_parallel": "shard"}, "leave data_parallel out"),
