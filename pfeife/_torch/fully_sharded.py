@@ -6,10 +6,6 @@ from typing import Any
 
 from torch import nn
 
-# Where torch looks for what has changed a module. If it moves: reading the state dict of a model
-# that was under `fully_shard` by torch.distributed.checkpoint fails in torch's words.
-from torch.distributed._composable_state import _module_state_mapping
-
 # Attributes of modules: marks, and dicts of who has changed a module, by keys that begin so. If
 # they move: `fully_shard` has no way back, and the call refuses what is left of it.
 _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
@@ -27,6 +23,9 @@ def precision_of_shards(module: nn.Module) -> Any:
 def leave_fully_shard(module: nn.Module) -> None:
     """Makes a module what it was before `fully_shard`, in place, but for its parameters and the
     hooks around its forward."""
+    # Where torch looks for what has changed a module. If it moves: state dicts of a model that was
+    # under `fully_shard` by torch.distributed.checkpoint fail in torch's words.
+    from torch.distributed._composable_state import _module_state_mapping
     from torch.distributed.fsdp import FSDPModule
 
     if isinstance(module, FSDPModule):
