@@ -14,10 +14,11 @@ _THEIRS = "torch.distributed.fsdp."
 
 
 def precision_of_shards(module: nn.Module) -> Any:
-    """The `MixedPrecisionPolicy` that `fully_shard` was given for a module."""
+    """The `MixedPrecisionPolicy` that `fully_shard` was given for a module, None for one that it
+    was given inside of another one of the same list."""
     from torch.distributed.fsdp import fully_shard
 
-    return fully_shard.state(module)._mp_policy  # type: ignore[attr-defined]
+    return getattr(fully_shard.state(module), "_mp_policy", None)  # type: ignore[attr-defined]
 
 
 def leave_fully_shard(module: nn.Module) -> None:

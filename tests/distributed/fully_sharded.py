@@ -1,6 +1,7 @@
 """Models that `fully_shard` has shared out over ranks: replicas, in the loop that was there."""
 
 import copy
+import logging
 import os
 from collections.abc import Callable, Sequence
 
@@ -141,7 +142,9 @@ def what_fully_shard_has_other_than_replicas_have() -> None:
     last = model[3].bias
     with pytest.raises(ValueError, match=r"the variable last \(.*\) has it as it was: `del last`"):
         pfeife.compile(lambda x: model(x).mean(), microbatches=4)
-    assert last is not None
+    del last  # what is whole by then is a step of replicas all the same
+    again = pfeife.compile(lambda x: model(x).mean(), microbatches=4)
+    assert again.backend.options.replicas == WORLD
 
     model = shared_out(net(), mesh)
     optimizer = torch.optim.SGD(model.parameters())
@@ -160,7 +163,16 @@ def a_sum_over_the_rows_of_a_replica() -> None:
     with pytest.raises(pfeife.CollectiveError, match="would divide the gradients of 2 replicas"):
         step(x)
     step = pfeife.compile(lambda x: model(x).square().sum(), **options, loss_reduction="sum")
+    warned: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warned.append(record.getMessage())
+    logging.getLogger("pfeife").addHandler(handler)
     torch.testing.assert_close(step(x).detach(), 2 * model(x).square().sum().detach())
+    step(x)
+    copies = [text for text in warned if "all 2 replicas have the same rows" in text]
+    assert len(copies) == 1, warned
+    step(x + dist.get_rank())
+    logging.getLogger("pfeife").removeHandler(handler)
 
 
 @row(ranks=(2,))

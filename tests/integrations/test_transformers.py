@@ -162,5 +162,7 @@ def test_what_else_compiles_the_model_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"class Own.SFTTrainer.: compute_loss = transformers"):
         pipelined(theirs)
     pipelined(type("Own", (theirs,), {"compute_loss": Trainer.compute_loss}))
+    with pytest.raises(ValueError, match=r"batch='replica': a Trainer gives each rank all rows"):
+        pipelined(Trainer, replicas=2, batch="replica")
     with pytest.raises(ValueError, match="torch_compile=True"):
         trainer(tmp_path, pipelined(Trainer), [], torch_compile=True)

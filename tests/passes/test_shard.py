@@ -131,6 +131,15 @@ def test_a_fault_of_any_collective_is_found(placements, fault):
     assert found >= 2
 
 
+def test_members_that_disagree_are_told_of():
+    model = nn.Sequential(Block())
+    x = torch.randn(2, 3, 8, dtype=torch.float64)
+    program = pfeife.capture(lambda x: model(x).square().mean(), x)
+    faulty = shard({"*.up.*": 0, "*.down.weight": 1}, 2)(program).rewrite(left_out)
+    with pytest.raises(ValueError, match="a sum of their parts is missing"):
+        pfeife.evaluate(faulty, pfeife.state_of(program, model), [x])
+
+
 class Table(nn.Module):
     def __init__(self):
         super().__init__()

@@ -63,7 +63,7 @@ def as_replicas(options: Mapping[str, Any], mesh: Mesh) -> Mapping[str, Any]:
 def _check_precision(name: str, module: nn.Module) -> None:
     policy = _torch.precision_of_shards(module)
     dtypes = ("param_dtype", "reduce_dtype", "output_dtype")
-    if any(getattr(policy, dtype) is not None for dtype in dtypes):
+    if any(getattr(policy, dtype, None) is not None for dtype in dtypes):
         raise ValueError(
             f"fully_shard of {name} has {policy}: leave mp_policy out, and say "
             "param_dtype='bfloat16' to pfeife.compile, which casts what a step computes with and "

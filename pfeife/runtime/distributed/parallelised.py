@@ -64,11 +64,12 @@ def with_cuts(options: Mapping[str, Any], models: Iterable[nn.Module]) -> Mappin
     named.clear()  # who else has one of the tensors is refused
     tensors.clear()
     for model in models:
-        together(functools.partial(_make_whole, model), world, _MODEL)
-    if world is not None:
-        for name, parameter in _parameters(models):
-            if name in cuts:
-                world.ownership.cut_before[parameter] = options, cuts[name]
+        parts = _in_parts(model)
+        whole = _make_whole(model, parts)
+        if world is not None:
+            world.ownership.cut_before.update({t: (options, cuts[n]) for n, t in whole.items()})
+        # After that: whoever lets go of a part calls pfeife.compile once more.
+        together(functools.partial(_check_let_go, parts), world, _MODEL)
     return options
 
 
@@ -99,7 +100,7 @@ def _read(
     it was not called, and where they are cut over members. Raises ValueError for what cannot be
     taken over."""
     for name, tensor in tensors:
-        if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+        if _torch.hooks_of(tensor):
             raise ValueError(
                 f"{name} has hooks, which would be gone with its parts: register them after "
                 "pfeife.compile"
@@ -136,12 +137,12 @@ def _in_parts(model: nn.Module) -> dict[str, Any]:
     return {name: tensor for name, tensor in tensors if isinstance(tensor, DTensor)}
 
 
-def _make_whole(model: nn.Module) -> None:
-    """Puts whole tensors in the place of a model's DTensors, and takes the hooks of these away."""
-    cut = _in_parts(model)
-    if not cut:
-        return
-    whole = {id(tensor): _whole(tensor) for tensor in cut.values()}
+def _make_whole(model: nn.Module, parts: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Puts whole tensors, which it returns, in the place of a model's DTensors, and takes the hooks
+    of these away (collective)."""
+    if not parts:
+        return {}
+    whole = {id(tensor): _whole(tensor) for tensor in parts.values()}
     for module in model.modules():
         _leave(module)
         _torch.leave_fully_shard(module)
@@ -149,20 +150,22 @@ def _make_whole(model: nn.Module) -> None:
         for own in kinds:
             for name in [name for name, tensor in own.items() if id(tensor) in whole]:
                 own[name] = whole[id(own[name])]
-    held = ""
-    while cut and not held:
-        name, tensor = cut.popitem()
+    return {name: whole[id(tensor)] for name, tensor in parts.items()}
+
+
+def _check_let_go(parts: dict[str, Any]) -> None:
+    """Raises ValueError if somebody else has one of the tensors that were parts, of which nothing
+    is left here."""
+    while parts:
+        name, tensor = parts.popitem()
         # Threads may look at all parameters in passing, as those that answer other ranks. What
         # nobody can reach holds nothing, unless another thread collects garbage at this moment.
         ends = time.monotonic() + _PASSING
         while sys.getrefcount(tensor) > 2:  # by this function and the call
             if time.monotonic() > ends:
-                held = f"{name} was cut over ranks, and {_holder(tensor)}"
-                break
+                raise ValueError(f"{name} was cut over ranks, and {_holder(tensor)}")
             gc.collect()
             time.sleep(0.01)
-    if held:
-        raise ValueError(held)
 
 
 def _holder(tensor: Any) -> str:
