@@ -26,7 +26,7 @@ BUDGET = {
     "compilers": 360,
     "cost": 860,
     "data": 1220,
-    "factors": 770,
+    "factors": 840,
     "frontend": 1640,
     "frontend/cache": 450,
     "frontend/checks": 790,

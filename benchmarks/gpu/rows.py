@@ -7,7 +7,10 @@ from typing import Any
 import attrs
 
 # Parts in the order in which they tell most; of those of `TIMED` one row runs at a time.
-PARTS = ("machine", "correctness", "timing", "nccl", "measuring", "training", "compiled", "peers")
+PARTS = (
+    *("machine", "correctness", "timing", "nccl", "measuring", "training", "members"),
+    *("compiled", "peers"),
+)
 TIMED = ("timing", "nccl", "measuring", "compiled", "peers")
 GOOD = ("right", "skipped")
 

@@ -135,7 +135,10 @@ class Together:
                 continue
             if worker is None or not worker.usable:
                 worker = self.make()
-            self.tells(worker.ask(name, min(seconds, left)))
+            verdict = worker.ask(name, min(seconds, left))
+            if verdict.verdict == "timeout" and left < seconds:
+                verdict = Verdict(name, "skipped", verdict.seconds, "no time was left to end it")
+            self.tells(verdict)
         if worker is not None:
             worker.end()
 

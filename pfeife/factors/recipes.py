@@ -22,12 +22,13 @@ Make = Callable[..., fx.Node]
 @attrs.frozen(eq=False)
 class Part:
     """What a member has of an operation: its `arguments` by their names in the schema, `size`
-    elements of what is cut over the `members`, and the type of the result."""
+    elements of what is cut over the `members`, and the type and device of the result."""
 
     arguments: Mapping[str, Any]
     size: int
     members: int
     dtype: torch.dtype
+    device: torch.device
 
 
 Recipe = Callable[[Make, Part], Any]  # gives a node, or a tuple of them

@@ -18,6 +18,7 @@ from pfeife.factors.axes import (
     transposed,
     unsqueezed,
 )
+from pfeife.factors.causal import causal, causal_backward
 from pfeife.factors.chosen import grouped_product, indexed, put, ranked
 from pfeife.factors.equation import (
     Dims,
@@ -271,16 +272,20 @@ _ATTENTION = {
     **dict.fromkeys(("grad_out", "grad_out_"), "bhsv"),
     **dict.fromkeys(("attn_mask", "attn_bias"), "bhst"),
 }
+_KERNELS = ("flash", "efficient", "cudnn")  # of CUDA
+_GRAIN = 32  # to so many queries the efficient kernel pads the sums that it saves of rows
 
 
 def attended(operation: Operation) -> Equation:
-    """Attention: each row, each head and, unless it is causal or padded, each query by itself, by
-    several of torch's kernels. What a dropout would draw with counts for nothing where there is
-    none."""
+    """Attention: each row, each head and each query by itself, by several of torch's kernels; where
+    it is causal, queries by a recipe. What a dropout would draw with counts for nothing where there
+    is none."""
     if len(operation.shape_of("query")) != 4 or operation.arguments["dropout_p"]:
         raise NoRule
-    is_padded, is_backward = "efficient" in operation.name, "backward" in operation.name
-    saved = "bhp" if is_padded else "bhs"
+    is_backward, queries = "backward" in operation.name, operation.shape_of("query")[2]
+    sums_of_rows = operation.shape_of("logsumexp") if is_backward else operation.results[1]
+    is_padded = len(sums_of_rows) < 3 or sums_of_rows[2] != queries
+    saved = ("bhp1" if is_padded else "bhs1")[: len(sums_of_rows)]
     named = [(n, v) for n, v in operation.arguments.items() if isinstance(v, fx.Node)]
     operands = [
         saved if "sumexp" in name else _of_attention(name, len(shape_of(node)))
@@ -290,12 +295,27 @@ def attended(operation: Operation) -> Equation:
     known = ["bhsd", "bhtd", "bhtv"] if is_backward else ["bhsv", saved]
     drawn = operation.results[len(known) :]
     results = [*known, *(_drawn(at, len(shape)) for at, shape in enumerate(drawn))]
-    queries = "s" if operation.arguments["is_causal"] or is_padded else ""
-    others = {label for labels in (*operands, *results) for label in labels} - {*"bhs"}
-    rule = equation(operation, operands, results, whole=[*others, *queries])
+    free = {*"bh"} if is_padded else {*"bhs"}
+    whole = {label for labels in (*operands, *results) for label in labels} - free
+    rule = equation(operation, operands, results, whole=whole)
     sums = (*rule.sums[: len(known)], *[frozenset[Label]()] * len(drawn))
     counts = {"max_q": "s"} if "max_q" in operation.arguments else {}
-    return attrs.evolve(rule, sums=sums, counts=counts)
+    grains: Mapping[Label, int] = {"s": _GRAIN} if "efficient" in operation.name else {}
+    rule = attrs.evolve(rule, sums=sums, counts=counts, grains=grains)
+    if is_padded or not operation.arguments["is_causal"]:
+        return rule
+    recipes = _causal_recipes(operation, len(sums_of_rows))
+    return attrs.evolve(rule, whole=rule.whole | {"s"}, recipes=recipes)
+
+
+def _causal_recipes(operation: Operation, rank: int) -> Mapping[Label, Recipe]:
+    """How members compute causal attention along its queries, of as many keys and without a mask;
+    the sums of its rows are a tensor of a rank."""
+    masks = [operation.arguments.get(name) for name in ("attn_mask", "attn_bias")]
+    if any(masks) or operation.shape_of("query")[2] != operation.shape_of("key")[2]:
+        return {}
+    kernel = operation.node.target
+    return {"s": causal_backward(kernel) if "backward" in operation.name else causal(kernel, rank)}
 
 
 def _of_attention(name: str, rank: int) -> Sequence[Label]:
@@ -352,7 +372,7 @@ RULES: Mapping[str, Rule] = {
     **_table(
         " ".join(
             f"_scaled_dot_product_{kernel}_attention{more}"
-            for kernel, last in (("flash", "_for_cpu"), ("flash", ""), ("efficient", ""))
+            for kernel, last in (("flash", "_for_cpu"), *((k, "") for k in _KERNELS))
             for more in (last, f"{last}_backward")
         ),
         attended,

@@ -235,9 +235,10 @@ class Member:
     ) -> Any:
         """A node along a dimension of which it needs all, by collectives."""
         value = node.meta["val"]
-        dtype = (value[0] if isinstance(value, tuple | list) else value).dtype
+        first = value[0] if isinstance(value, tuple | list) else value
         arguments = {**bound(node), **_named(node, args, kwargs)}
-        own = Part(arguments, equation.sizes[label] // self.members, self.members, dtype)
+        size = equation.sizes[label] // self.members
+        own = Part(arguments, size, self.members, first.dtype, first.device)
         return equation.recipes[label](partial(self._make, node), own)
 
     def _localised(

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from rows import row
+from sent import DEAR_TO_COMPUTE
 from torch import fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -50,15 +51,15 @@ CPU_CORE = machine("cpu-core")
 class Block(nn.Module):
     """Attention with queries, keys and values of one product, and two layers with a dropout."""
 
-    def __init__(self, dropout=0.1):
+    def __init__(self, dropout=0.1, heads=4):
         super().__init__()
-        self.dropout = dropout
+        self.dropout, self.heads = dropout, heads
         self.norm, self.qkv, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
         self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
 
     def forward(self, x):
         qkv = self.qkv(self.norm(x)).chunk(3, -1)
-        heads = [each.unflatten(-1, (4, 4)).transpose(1, 2) for each in qkv]
+        heads = [each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in qkv]
         attended = F.scaled_dot_product_attention(*heads, is_causal=True)
         x = x + F.dropout(self.out(attended.transpose(1, 2).flatten(2)), self.dropout)
         return x + self.down(F.dropout(F.gelu(self.up(x)), self.dropout))
@@ -67,10 +68,10 @@ class Block(nn.Module):
 class Words(nn.Module):
     """Two blocks between a vocabulary and itself."""
 
-    def __init__(self, dropout=0.1):
+    def __init__(self, dropout=0.1, heads=4):
         super().__init__()
         self.words = nn.Embedding(24, 16)
-        self.blocks = nn.Sequential(Block(dropout), Block(dropout))
+        self.blocks = nn.Sequential(Block(dropout, heads), Block(dropout, heads))
         self.head = nn.Linear(16, 24, bias=False)
 
     def forward(self, tokens):
@@ -84,14 +85,16 @@ PLACES = {
 }
 
 
-def compared(stages: int, members: int, replicas: int, family: str) -> None:
+def compared(
+    stages: int, members: int, replicas: int, family: str, places=PLACES, prices=None, **words
+) -> None:
     """A step on ranks against `evaluate`, of which each has its parts."""
     torch.manual_seed(0)
-    model = Words()
-    microbatches = [torch.randint(24, (2, 6)) for _ in range(4)]
+    model = Words(**words)
+    microbatches = [torch.randint(24, (1, 12)) for _ in range(4)]
     program = pfeife.capture(lambda tokens: model(tokens), microbatches[0])
     local = pfeife.compose(
-        pfeife.shard(PLACES, members),
+        pfeife.shard(places, members, prices=prices),
         pfeife.fuse(),
         pfeife.split_backward(),
     )(program)
@@ -124,6 +127,16 @@ def one_stage_of_members() -> None:
 def stages_of_members() -> None:
     for family in ("gpipe", "1f1b", "zb-h1"):
         compared(2, 2, 1, family)
+
+
+@row(ranks=(2, 4))
+def a_sequence_that_is_cut() -> None:
+    """Attention of one head, which is causal: each member has some of the queries."""
+    members = int(os.environ["WORLD_SIZE"])
+    cut = {"places": {}, "prices": DEAR_TO_COMPUTE, "dropout": 0.0, "heads": 1}
+    compared(1, members, 1, "gpipe", **cut)
+    if members == 4:
+        compared(2, 2, 1, "zb-h1", **cut)
 
 
 @row(ranks=(4,))

@@ -2,6 +2,7 @@
 dimension of every operand, against the program that is not sharded."""
 
 import itertools
+import operator
 
 import pytest
 import torch
@@ -135,10 +136,10 @@ def test_products_of_experts(at, dim):
         check_pass(cut, program, state, [batch], rounding=None, within=2e-2)
 
 
-@pytest.mark.parametrize("kernel", ["flash", "efficient"])
-def test_attention_of_gpus_is_cut_by_heads(kernel):
+@pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn"])
+def test_attention_of_gpus_is_cut(kernel):
     """Its kernels run nowhere here: their equations alone. A mask takes the second one, which pads
-    what it saves."""
+    what it saves; torch takes the third one on some GPUs."""
     shape, mask = (2, 4, 100, 64), torch.ones(1, 1, 100, 100, dtype=torch.bfloat16)
     q, k, v = (torch.ones(shape, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     masked = {"attn_mask": mask} if kernel == "efficient" else {"is_causal": True}
@@ -147,10 +148,46 @@ def test_attention_of_gpus_is_cut_by_heads(kernel):
         return F.scaled_dot_product_attention(q, k, v, **masked).float().square().mean()
 
     moved = pfeife.move_to_device("cuda")(pfeife.capture(step, q, k, v))
-    nodes = [n for n in moved.module.graph.nodes if f"{kernel}_attention" in str(n.target)]
+    taken = "efficient" if kernel == "efficient" else "flash"
+    nodes = [n for n in moved.module.graph.nodes if f"{taken}_attention" in str(n.target)]
+    if kernel == "cudnn":
+        nodes = by_cudnn(*nodes)
     assert len(nodes) == 2
     for node in nodes:
         rule = equation_of(node)
         heads = [rule.place(dims, "h") for dims in (*rule.operands, *rule.results) if len(dims) > 2]
         assert {*heads} <= {Place(1), None} and heads.count(Place(1)) >= 5
-        assert rule.can_cut("h", 4) and not any(rule.sums)
+        assert rule.can_cut("h", 4) and not any("h" in summed for summed in rule.sums)
+        assert rule.can_cut("s", 4) == (kernel != "efficient")
+        added = [place for place, summed in enumerate(rule.sums) if "s" in summed]
+        backward = "backward" in str(node.target)
+        assert added == ([1, 2] if backward and kernel != "efficient" else []), added
+
+
+def by_cudnn(forward, backward):
+    """The same attention by cuDNN's kernel."""
+    aten, graph = torch.ops.aten, forward.graph
+    qkv = forward.args[:3]
+    with graph.inserting_after(forward):
+        first = graph.call_function(
+            aten._scaled_dot_product_cudnn_attention.default, (*qkv, None, True, 0.0, True)
+        )
+    q, _, v = (node.meta["val"] for node in qkv)
+    sums = q.new_empty((*q.shape[:3], 1), dtype=torch.float32)
+    state = q.new_empty((), dtype=torch.int64)
+    none = None, None, q.shape[2], q.shape[2]
+    first.meta["val"] = (torch.empty_like(v), sums, *none, state, state, None)
+    with graph.inserting_after(first):
+        out, saved, seed, offset = (
+            graph.call_function(operator.getitem, (first, at)) for at in (0, 1, 6, 7)
+        )
+    for node in (out, saved, seed, offset):
+        node.meta["val"] = first.meta["val"][node.args[1]]
+    grad = backward.args[0]
+    with graph.inserting_before(backward):
+        second = graph.call_function(
+            aten._scaled_dot_product_cudnn_attention_backward.default,
+            (grad, *qkv, out, saved, seed, offset, *(None,) * 3, 100, 100, 0.0, True),
+        )
+    second.meta["val"] = tuple(torch.empty_like(node.meta["val"]) for node in qkv)
+    return first, second

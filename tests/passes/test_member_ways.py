@@ -108,20 +108,43 @@ def test_the_numbers_are_those_of_one_device(shape, members):
     assert estimate(pfeife.fuse()(local), H100).seconds
 
 
-def test_long_sequences_are_cut_through_attention():
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("members", [2, 3, 4])
+def test_long_sequences_are_cut_through_attention(members, causal):
     """Keys and values are gathered, and their gradients scattered; nothing else is large."""
     torch.manual_seed(0)
-    layer, x = nn.Linear(8, 24).double(), torch.randn(1, 1, 256, 8).double()
+    layer, x = nn.Linear(8, 24).double(), torch.randn(1, 1, 240, 8).double()
 
     def step(x):
         q, k, v = layer(x).chunk(3, -1)
-        return (x + F.scaled_dot_product_attention(q, k, v)).square().mean()
+        return (x + F.scaled_dot_product_attention(q, k, v, is_causal=causal)).square().mean()
 
     flat = pfeife.capture(step, x)
     local = check_pass(
-        *(pfeife.shard({}, 4, prices=DEAR_TO_COMPUTE), flat, pfeife.state_of(flat, layer), [x]),
+        pfeife.shard({}, members, prices=DEAR_TO_COMPUTE),
+        *(flat, pfeife.state_of(flat, layer), [x]),
         rounding=None,
         within=1e-12,
     )
     told = collectives(local)
     assert told["reduce_scatter"] == 2 and told["all_gather"] >= 2
+
+
+def test_what_is_after_a_member_counts_for_nothing():
+    """Also where it is no number, as on one device: a member computes blocks that it then leaves
+    out."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(8, 24).double(), torch.randn(1, 1, 64, 8).double()
+    x[..., 48:, :] = 1e300  # of which scores are infinite
+
+    def step(x):
+        q, k, v = layer(x).chunk(3, -1)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return (x + attended)[..., :32, :].square().mean()
+
+    flat = pfeife.capture(step, x)
+    state = pfeife.state_of(flat, layer)
+    local = pfeife.shard({}, 2, prices=DEAR_TO_COMPUTE)(flat)
+    whole, parts = (pfeife.evaluate(program, state, [x]) for program in (flat, local))
+    assert whole.loss.isfinite()
+    torch.testing.assert_close(parts.loss, whole.loss, rtol=1e-12, atol=0)
