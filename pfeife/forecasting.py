@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 import torch
 
-from pfeife.cost import estimate
+from pfeife.cost import estimate, member_prices
 from pfeife.cost import machine as machine_of
 from pfeife.data.forecast import Forecast
 from pfeife.data.garbage import seldom_collected
@@ -23,7 +23,7 @@ from pfeife.ir.parts import Role
 from pfeife.ir.program import Program
 from pfeife.lowering.lower import lower
 from pfeife.lowering.verify import verify_schedule
-from pfeife.passes import annotate, fuse, master_weights, record, split_backward
+from pfeife.passes import annotate, fuse, master_weights, record, shard, split_backward
 from pfeife.passes.apply import apply, passes_of
 from pfeife.passes.compose import Recorded, compose
 from pfeife.report import Run, Target, expected, forecast_of
@@ -40,15 +40,16 @@ class Question:
     """What a step is to be planned for.
 
     machine: a `Machine`, the name of a shipped one ("h100-sxm"), or the path of its JSON.
-    ranks: how many there are, in all replicas together.
+    ranks: how many there are, in all replicas together, and in all groups of members.
     microbatches: into how many parts the batch of all replicas is cut.
     stages, schedule, recompute, memory_limit, optimizer, search_seconds, jobs, cut_at: as of
         `sched.plan`; the stages and ranks of a given schedule are its own.
     split_at: cuts by hand, {"blocks.4": "begin"}.
     replicas: pipelines that share the microbatches; data_parallel: what they do with gradients,
         "average" or "shard".
+    members: ranks that share the work of each stage, cut as `shard("auto", members)` does.
     network: the links between all ranks, where they are not the machine's own; pipelines are
-        neighbours in it.
+        neighbours in it, and members of a stage are.
     master: the type of the parameters that an optimizer steps, where the step computes in a
         narrower one ("float32": master weights, see `master_weights`).
     plan: a plan that there is already; nothing is decided then.
@@ -58,6 +59,7 @@ class Question:
     ranks: int
     microbatches: int
     replicas: int = 1
+    members: int = 1
     data_parallel: DataParallel = "average"
     stages: int | None = None
     schedule: Scheduling = "1f1b"
@@ -79,6 +81,11 @@ class Question:
                     f"{name}={getattr(self, name)} and replicas={self.replicas}: every replica has "
                     "the same number of them"
                 )
+        if self.ranks // self.replicas % self.members:
+            raise ValueError(
+                f"ranks={self.ranks} and members={self.members}: every stage of {self.replicas} "
+                "replicas has as many"
+            )
         # These raise for what they do not know: here it costs nothing, after a capture a minute.
         if isinstance(self.machine, str):
             machine_of(self.machine)
@@ -90,13 +97,16 @@ class Question:
 
     @property
     def each(self) -> int:
-        """The ranks of a replica."""
-        return self.ranks // self.replicas
+        """The ranks of a replica, each of which is a group of members."""
+        return self.ranks // self.replicas // self.members
 
     @property
     def on(self) -> Machine:
-        """The machine itself."""
-        return self.machine if isinstance(self.machine, Machine) else machine_of(self.machine)
+        """The machine itself, with the links between members."""
+        machine = self.machine if isinstance(self.machine, Machine) else machine_of(self.machine)
+        if self.network is None or self.members == 1:
+            return machine
+        return self.network.in_groups(self.mesh).seen_by(machine)
 
     @property
     def splits(self) -> bool:
@@ -106,8 +116,8 @@ class Question:
 
     @property
     def mesh(self) -> Mesh:
-        """How the ranks are pipelines and replicas."""
-        return Mesh(self.each, self.replicas)
+        """How the ranks are pipelines, replicas and members."""
+        return Mesh(self.each, self.replicas, members=self.members)
 
 
 @attrs.frozen(eq=False)
@@ -211,14 +221,18 @@ def schedule_name(question: Question) -> str:
 
 @seldom_collected()
 def clusters_of(flat: Program, question: Question) -> Program:
-    """The clusters with costs, the same for all questions of one machine, one precision and as many
-    parts of a backward."""
+    """The clusters with costs, the same for all questions of one machine, one precision, as many
+    members of a stage and as many parts of a backward."""
     passes = []
     if question.master is not None:
         wide = getattr(torch, question.master, None)
         if not isinstance(wide, torch.dtype):
             raise ValueError(f"master={question.master!r}: must be a dtype such as 'float32'")
         passes.append(master_weights(wide))
+    if question.members > 1:
+        prices = member_prices(question.on)
+        cut = shard("auto", question.members, unknown="gather", keepers={}, prices=prices)
+        passes.append(cut)
     passes.append(fuse(boundaries=question.split_at or {}))  # type: ignore[arg-type]
     # Without tangents there is no backward to split.
     if question.splits and flat.ports(Role.TANGENT):

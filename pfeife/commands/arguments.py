@@ -166,7 +166,7 @@ class Flag(NamedTuple):
         group.add_argument(f"--{self.name}", **reading, required=self.required, help=text)
 
 
-RANKS = Flag("ranks", count, help="of all replicas", required=True)
+RANKS = Flag("ranks", count, help="of all replicas and members", required=True)
 MACHINES = [
     Flag(
         "machine",
@@ -189,6 +189,7 @@ MACHINES = [
 MICROBATCHES = Flag("microbatches", count, required=True)
 PLAN = [  # what is divided, and what the planner may decide
     Flag("replicas", count, default=1),
+    Flag("members", count, default=1),
     Flag("stages", count),
     Flag(
         "schedule",

@@ -25,6 +25,8 @@ examples:
   which links, or how many nodes?
     pfeife compare config.json --ranks 16 --microbatches 32 --nodes 2,4 --inside nvlink4 \\
       --between ib-ndr,25GB/s,20us
+  how many ranks share each stage?
+    pfeife compare config.json --ranks 16 --microbatches 32 --members 1,2,4,8 --precision bf16
   which machine?
     pfeife compare config.json --batch 32 --ranks 8 --microbatches 32 --precision bf16 \\
       --machine a100-sxm-80gb,h100-sxm,h200-sxm,b200-hgx --optimizer AdamW
@@ -34,7 +36,7 @@ a second and rank. What cannot be planned stands below, with the reason."""
 _AXES = ("machine", "ranks", "replicas", "microbatches", "schedule")  # which are always shown
 _LINKS = ("nodes", "ranks_per_node", "inside", "between")
 _DECIDED = ("recompute", "data_parallel", "cut_at")
-_MORE = (*_LINKS, "memory", "batch", "sequence", "stages", "optimizer", *_DECIDED)
+_MORE = (*_LINKS, "members", "memory", "batch", "sequence", "stages", "optimizer", *_DECIDED)
 
 
 @attrs.frozen

@@ -43,7 +43,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `pfeife fit`."""
     step_arguments(parser)
     plan_arguments(parser, sized=False)
-    parser.add_argument("--ranks", type=count, help="of all replicas; searched unless given")
+    parser.add_argument(
+        "--ranks", type=count, help="of all replicas and members; searched unless given"
+    )
     parser.add_argument("--microbatches", type=count, help="of a step; 4 a rank unless given")
     parser.add_argument("--most", type=count, default=4096, help="ranks, rows or tokens x 1024")
     parser.add_argument("--price", type=float, help="of a rank and hour, in any currency")
@@ -70,7 +72,8 @@ def run(options: argparse.Namespace) -> str:
 
     # The fewest ranks first, or what the ranks there are can hold: all else is doubled from there.
     if options.ranks is None:
-        ranks, first, limit = _fewest(lambda n: planned(ranks=n), options.most)
+        each = options.replicas * options.members
+        ranks, first, limit = _fewest(lambda n: planned(ranks=n), each, options.most)
         options = changed(options, ranks=ranks)
         words = f"{ranks} ranks, the fewest"
     else:
@@ -82,7 +85,7 @@ def run(options: argparse.Namespace) -> str:
     # A saved program has its rows and tokens for good. Any other is doubled from what `first` is
     # for: one row a microbatch, where no batch is given, and the tokens of its rows.
     if captures.stored is None and options.batch is None:
-        microbatches = options.microbatches or _PER_RANK * options.ranks
+        microbatches = _microbatches(options)
         rows, largest, limit = _doubled(
             lambda n: planned(batch=n * microbatches), 1, first, options.most
         )
@@ -100,13 +103,18 @@ def run(options: argparse.Namespace) -> str:
     return f"{text}\n\nasked   {options.typed}\nlimit   {[*limits, none][-1]}"
 
 
+def _microbatches(options: argparse.Namespace) -> int:
+    """Those of a step, by its ranks that are not members of one stage unless they are said."""
+    return options.microbatches or _PER_RANK * (options.ranks // options.members or 1)
+
+
 def _planned(options: argparse.Namespace, captures: "Captures") -> "Forecast | str":
     """The forecast that options ask for, or the reason where memory refuses it."""
     from pfeife.commands.plan import answered, question_of
     from pfeife.commands.programs import changed
     from pfeife.sched.cutting.memory_limit import OutOfMemory
 
-    options = changed(options, microbatches=options.microbatches or _PER_RANK * options.ranks)
+    options = changed(options, microbatches=_microbatches(options))
     # What is wrong with the question is said before a capture that takes a minute.
     question = question_of(options)
     try:
@@ -121,7 +129,7 @@ def _in_pipelines(attempt: Attempt, options: argparse.Namespace) -> "tuple[int, 
     from pfeife.sched.cutting.memory_limit import TooManyStages
 
     # A pipeline alone is tried first: with more of them each has fewer ranks for the same model.
-    counts = [n for n in _doubles(1, options.ranks) if options.ranks % n == 0]
+    counts = [n for n in _doubles(1, options.ranks) if options.ranks % (n * options.members) == 0]
     reason, last = "", ""  # of the fewest pipelines, which need least; and of the most
     for replicas in counts if options.replicas == 1 else [options.replicas]:
         try:
@@ -135,9 +143,10 @@ def _in_pipelines(attempt: Attempt, options: argparse.Namespace) -> "tuple[int, 
     raise ValueError(f"{options.what} does not fit on {options.ranks} ranks: {reason}")
 
 
-def _fewest(attempt: Attempt, most: int) -> "tuple[int, Forecast, str]":
-    """The fewest ranks that hold a step, with its forecast and the last reason why fewer do not:
-    doubled until they do, and then between. Raises ValueError if the most do not."""
+def _fewest(attempt: Attempt, each: int, most: int) -> "tuple[int, Forecast, str]":
+    """The fewest ranks that hold a step, by `each` so many, with its forecast and the last reason
+    why fewer do not: doubled until they do, and then between. Raises ValueError if the most do
+    not."""
     from pfeife.sched.cutting.memory_limit import TooManyStages
 
     high, best, reason = 0, None, ""
@@ -145,7 +154,7 @@ def _fewest(attempt: Attempt, most: int) -> "tuple[int, Forecast, str]":
     #
     #     ranks     1    2    4    8    16        8 .. 16: 12, then 10 or 14, ...
     #     fit it    no   no   no   no   yes       low      high
-    for ranks in _doubles(1, most):
+    for ranks in _doubles(each, most):
         try:
             forecast = attempt(ranks)
         except TooManyStages as error:
@@ -160,8 +169,8 @@ def _fewest(attempt: Attempt, most: int) -> "tuple[int, Forecast, str]":
     if best is None:
         raise ValueError(f"it does not fit on {most} ranks (--most)")
     low = high // 2  # from here on `high` ranks hold it and `low` ranks do not
-    while high - low > 1:
-        middle = (low + high) // 2
+    while high - low > each:
+        middle = (low + high) // each // 2 * each
         forecast = attempt(middle)
         if isinstance(forecast, str):
             low, reason = middle, forecast

@@ -112,6 +112,7 @@ def question_of(options: argparse.Namespace) -> "Question":
         network=network_of(options, options.ranks),
         microbatches=options.microbatches,
         replicas=options.replicas,
+        members=options.members,
         schedule=_schedule(options.schedule),
         stages=options.stages,
         memory_limit=options.memory,

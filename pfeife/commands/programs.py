@@ -79,7 +79,9 @@ class Captures:
         self, options: argparse.Namespace, question: Question, progress: Progress | None = None
     ) -> Outlook:
         """The answer to a question about that program."""
-        kind = (self.size(options), question.machine, question.master, question.splits)
+        links = question.on.link_latency, question.on.link_bandwidth
+        cut = (question.members, links) if question.members > 1 else ()
+        kind = (self.size(options), question.machine, question.master, question.splits, cut)
         if kind not in self.clusters:
             self.clusters[kind] = clusters_of(self.of(options).program, question)
         return outlook(self.clusters[kind], question, progress)

@@ -163,6 +163,16 @@ class Network:
                     seen.add(link)
                     yield _link(link, source, destination)
 
+    def in_groups(self, mesh: Mesh) -> "Network":
+        """The links over which the members of a mesh's groups tell one another, one of each
+        kind."""
+        seen: dict[Link | LinkKind, Link] = {}
+        for group in mesh.groups:
+            for source, destination in itertools.pairwise(group):
+                link = self.link(source, destination)
+                seen.setdefault(link, _link(link, source, destination))
+        return Network((*seen.values(),))
+
     def kinds(self) -> tuple[Link | LinkKind, ...]:
         """What joins ranks: all links one by one, or the kinds that nodes of several ranks have."""
         inside = {node.inside: None for node in self.nodes if len(node.ranks) > 1}

@@ -210,6 +210,20 @@ def test_lists_of_all_that_a_plan_is_asked_for(said):
         said("compare", "mine.py:example", *asked, "--cut-at", "nowhere")
 
 
+def test_how_many_ranks_share_a_stage(said):
+    """Members of the stages of as many ranks; and the fewest ranks are so many at a time."""
+    question = ("mine.py:example", "--machine", "cpu-core", "--microbatches", "4", "--batch", "8")
+    status, out, _ = said("compare", *question, "--ranks", "4", "--members", "1,2,4")
+    assert status == 0 and "members" in out.splitlines()[0]
+    assert sorted(line.split()[5] for line in out.splitlines()[2:5]) == ["1", "2", "4"]
+    status, out, _ = said("plan", *question, "--ranks", "4", "--members", "2")
+    assert status == 0 and "members wait" in out and "2 x 2 ranks" in out
+    status, _, err = said("plan", *question, "--ranks", "3", "--members", "2")
+    assert status == 2 and "--ranks 3 and --members 2" in err
+    status, out, _ = said("fit", *question[:3], "--members", "2")
+    assert status == 0 and "2 ranks, the fewest" in out
+
+
 def test_what_fits(said):
     """The fewest ranks hold it, one less does not; nor do twice as many rows."""
     asked = ("mine.py:example", "--set", "width=64", "--memory", "80KB", "--microbatches", "4")

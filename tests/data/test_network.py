@@ -101,3 +101,13 @@ def test_what_is_no_network(given, error):
             Network.of(**asked).link(*ends)
     with pytest.raises(ValueError, match="the network has 16 ranks, and rank 16 is none"):
         Network.of(**asked).within(Mesh(8, 3))
+
+
+def test_links_inside_of_groups():
+    """One of each kind: those of neighbours, which share the work of a stage."""
+    network = Network.of(nodes=2, ranks_per_node=4, inside="nvlink4", between="ib-ndr")
+    for members, kinds in ((2, 1), (4, 1), (8, 2), (1, 0)):
+        mesh = Mesh(ranks=8 // members, members=members)
+        assert len(network.in_groups(mesh).links) == kinds
+    links = network.in_groups(Mesh(ranks=2, members=4)).links
+    assert links[0].seconds[-1] == network.link(0, 1).transfer_seconds(links[0].sizes[-1])

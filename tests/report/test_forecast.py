@@ -10,8 +10,9 @@ from torch import nn
 import pfeife
 from pfeife import report
 from pfeife.data.advice import advice
-from pfeife.data.link import LinkKind
+from pfeife.data.link import LinkKind, link_kind
 from pfeife.data.network import Network
+from pfeife.forecasting import Question
 
 
 @functools.cache
@@ -71,10 +72,11 @@ def test_tables_fit_where_they_are_shown():
 def test_members_of_a_group():
     """The model is that of all of them, which wait for one another."""
     flat = program(*EVEN)
-    local = pfeife.shard("auto", 2)(flat)
     one, two = (
-        pfeife.forecast(p, machine="cpu-core", ranks=2, microbatches=2).forecast
-        for p in (flat, local)
+        pfeife.forecast(
+            flat, machine="cpu-core", ranks=2 * members, members=members, microbatches=2
+        ).forecast
+        for members in (1, 2)
     )
     assert (two.members, two.world) == (2, 4) and one.members == 1
     assert two.parameters == one.parameters and two.parameter_bytes == one.parameter_bytes
@@ -84,3 +86,17 @@ def test_members_of_a_group():
     assert "members wait" in report.forecast_table(two)
     assert "members wait" not in report.forecast_table(one)
     assert "2 x 2 ranks" in report.forecast_summary(two)
+
+
+def test_members_have_links_of_their_own():
+    """They are neighbours: what joins the nodes is between stages alone, where nodes hold them."""
+    slow = LinkKind("slow", bandwidth=1e6, latency=1e-3)
+    bandwidths = []
+    for each in (2, 1):
+        nodes = {"nodes": 4 // each, "ranks_per_node": each}
+        network = Network.of(**nodes, inside="nvlink4", between=slow)
+        question = Question(ranks=4, members=2, microbatches=2, network=network)
+        bandwidths.append(question.on.link_bandwidth)
+    assert bandwidths == [link_kind("nvlink4").bandwidth, slow.bandwidth]
+    with pytest.raises(ValueError, match="every stage of 1 replicas has as many"):
+        Question(ranks=3, members=2, microbatches=2)
