@@ -238,6 +238,34 @@ LLAMA_4_SCOUT = {
 AUTOMODEL = "https://github.com/NVIDIA-NeMo/Automodel/blob/main/docs/performance-summary.md"
 BF16 = "--precision bf16 --optimizer AdamW --recompute auto --data-parallel shard"
 
+MEMBERS = (  # eight of a node share each stage, as in what is published
+    Case(
+        "Llama-3-70B, 64 x H100, 8 members a stage",
+        LLAMA_70B,
+        f"--machine h100-sxm --ranks 64 --nodes 8 {NODES} --replicas 2 --members 8 --data-parallel "
+        "shard --microbatches 64 --batch 64 --sequence 8192 --precision bf16-mixed "
+        "--optimizer AdamW --recompute auto",
+        "597 tokens/s a rank on 256 H100s, 652 with asynchronous tensor parallelism",
+        "as above: FSDP 32 x TP 8.",
+    ),
+    Case(
+        "GPT-3-175B, 96 x A100, 8 members a stage",
+        GPT_3,
+        f"--machine a100-sxm-80gb --ranks 96 --nodes 12 {A100} --members 8 --microbatches 96 "
+        "--batch 96 --sequence 2048 --precision bf16 --optimizer AdamW --recompute auto",
+        "163 TFLOP/s a rank, 52 % of the peak, for 1,008 G parameters on 3,072 A100s",
+        "as above: each of their stages is 8 tensor parallel GPUs.",
+    ),
+    Case(
+        "DeepSeek-V3, 256 x H100, 8 members a stage",
+        DEEPSEEK_V3,
+        f"--machine h100-sxm --ranks 256 --nodes 32 {NODES} --replicas 2 --members 8 "
+        f"--microbatches 256 --batch 256 --sequence 4096 {BF16}",
+        "1,002 tokens/s a rank, 250 TFLOP/s",
+        "as below.",
+    ),
+)
+
 MIXTURES = (
     Case(
         "Mixtral-8x7B, 64 x H100, 8 nodes",

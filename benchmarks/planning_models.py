@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 import attrs
-from planning_cases import CASES, MIXTURES, Case
+from planning_cases import CASES, MEMBERS, MIXTURES, Case
 
 from pfeife import report
 from pfeife.data import plain
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--json", help="where to write all forecasts")
     given = parser.parse_args()
     rows, kept = [], {}
-    for case in (*CASES, *MIXTURES):
+    for case in (*CASES, *MEMBERS, *MIXTURES):
         if given.only and given.only.lower() not in case.name.lower():
             continue
         with tempfile.TemporaryDirectory() as folder:
@@ -91,7 +91,7 @@ def main() -> None:
     print("|" + "---|" * len(HEAD))
     for one in rows:
         print("| " + " | ".join(map(str, one)) + " |")
-    for case in (*CASES, *MIXTURES):
+    for case in (*CASES, *MEMBERS, *MIXTURES):
         if case.source:
             print(f"\n{case.name}: {case.source}")
     if given.json:

@@ -26,7 +26,7 @@ from pfeife.backend.settings.declared import mark_declared
 from pfeife.backend.settings.option_table import Capture
 from pfeife.backend.settings.options import Options, options_from
 from pfeife.backend.state.values import with_values
-from pfeife.backend.step_modules import modules_of, numbers_in, reached_by
+from pfeife.backend.step_modules import numbers_in, reached_by
 from pfeife.backend.steps import Steps
 from pfeife.frontend.batch import Cutter, function_of
 from pfeife.frontend.captured import Door, neither, taken
@@ -176,7 +176,7 @@ class CompiledStep:
         own = world is None or world.rank == 0 or self.backend.options.batch != "rank0"
         refusal = (self.cutter.mismatch(args, kwargs) if own else None) or plain_error(error)
         if world:  # the others are told, and raise it too
-            refusal = wrong_norms(modules_of(self.step), world.size) or refusal
+            refusal = wrong_norms(reached_by(self.step), world.size) or refusal
             with contextlib.suppress(CollectiveError):
                 world.agreed("", "this call", refused=refusal)
         refusal.__cause__ = error if refusal is not error else error.__cause__
@@ -205,7 +205,7 @@ class CompiledStep:
             return self._result(invocation)
         others = invocation.call.others
         if world:
-            check_alone([*modules_of(self.step), *others.values()])
+            check_alone([*reached_by(self.step), *others.values()])
         at_once = self.runs and world is None
         with with_values(self.step, others, at_once) as invocation.waits:
             result = self._result(invocation)
@@ -292,7 +292,7 @@ def device_of(
 ) -> torch.device:
     """Where a step's parameters are, as far as can be told before it is captured; else where the
     first tensor among the arguments is."""
-    parameters = (parameter for module in modules_of(step) for parameter in module.parameters())
+    parameters = (parameter for module in reached_by(step) for parameter in module.parameters())
     return _first_device(parameters, pytree.tree_leaves((args, kwargs)))
 
 

@@ -1,6 +1,5 @@
 """What a step reaches: its modules and their hooks, what it is given, what it returns."""
 
-import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -46,21 +45,3 @@ def reached_by(step: Any) -> Iterator[nn.Module]:
     """The modules that a step reaches, through functions and objects too; nothing is looked at
     before one is asked for."""
     yield from Places(step, {}).roots.values()
-
-
-def modules_of(step: Any) -> list[nn.Module]:
-    """The modules that a step is, is bound to, or closes over."""
-    bound = getattr(step, "__self__", None)
-    function = getattr(step, "__func__", step)
-    cells = getattr(function, "__closure__", None) or ()
-    code = getattr(function, "__code__", None)
-    globals_ = getattr(function, "__globals__", {})
-    # Of an object with `__call__`, as of a bound method, the attributes count: a trainer holds its
-    # model there.
-    owner = bound if bound is not None else step
-    values = [step, owner, *getattr(owner, "__dict__", {}).values()]
-    for cell in cells:
-        with contextlib.suppress(ValueError):  # not bound yet
-            values.append(cell.cell_contents)
-    values += [globals_.get(name) for name in (code.co_names if code else ())]
-    return [value for value in values if isinstance(value, nn.Module)]

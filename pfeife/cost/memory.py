@@ -24,7 +24,7 @@ from pfeife.ir.flops import underflows
 from pfeife.ir.messages import holders
 from pfeife.ir.parts import STATE_ROLES, Port, Role, captured_sizes
 from pfeife.ir.program import Program
-from pfeife.lowering.buckets import owned_bytes
+from pfeife.lowering.buckets import owned_bytes, told_together
 from pfeife.lowering.clocks import Acknowledged, acknowledged
 from pfeife.lowering.wiring import Wiring
 from pfeife.runtime.interpret import RankRunner
@@ -156,10 +156,13 @@ def _add_kept(
     own = [port for port in ports if port.fqn in trained]
     if state:
         account["optimizer"] += sum(state(port.given_shape, port.given_dtype) for port in own)
-    gradients = [rounded(port.given_bytes, rounding) for port in own]
-    if gradients:
-        # They are gathered one by one: of the largest there are the parts beside it.
-        account[_WHOLE] = sum(gradients) + max(gradients)
+
+    def size(ports: Iterable[Port]) -> int:
+        return sum(rounded(port.given_bytes, rounding) for port in ports)
+
+    if own:
+        # They are gathered a few at a time: of these there are the parts beside them.
+        account[_WHOLE] = size(own) + max(map(size, told_together(own)))
 
 
 def _curve(

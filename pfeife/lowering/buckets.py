@@ -1,4 +1,4 @@
-"""Gradients that travel together when they are reduced."""
+"""What travels together: gradients that are reduced, and what members of a group keep."""
 
 import math
 from collections import Counter
@@ -140,3 +140,30 @@ def _bucket(reductions: Iterable[Reduction], ports: list[Port], results: dict) -
     sparse = results[ports[0].name].meta["val"].layout != torch.strided
     shapes = tuple(port.shape for port in ports)
     return Bucket(tuple(reductions), shapes, ports[0].dtype, sparse)
+
+
+_FEW_BYTES = 1 << 20  # of what is told in one message, as latencies count more than these
+
+
+def told_together(ports: Iterable[Port]) -> list[list[Port]]:
+    """Parameters that members keep, or their gradients, in the order in which they tell one another
+    their parts: a large one by itself, small ones with those that follow."""
+    together: list[list[Port]] = []
+    size = _FEW_BYTES
+    for port in ports:
+        if port.split is None or port.keeper is None:
+            continue
+        size += port.given_bytes
+        if size > _FEW_BYTES:
+            together.append([])
+            size = port.given_bytes
+        together[-1].append(port)
+    return together
+
+
+def most_told(ports: Iterable[Port]) -> int:
+    """The bytes that a member is told of such ports by that keeper which tells it most."""
+    told: Counter[int | None] = Counter()
+    for port in ports:
+        told[port.keeper] += port.part_bytes
+    return max(told.values(), default=0)

@@ -1,15 +1,15 @@
 """A schedule of a real program in predicted time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from pfeife.data.machine import Machine
 from pfeife.data.network import Network
 from pfeife.data.schedule import SENDS, Action, Do, Schedule, received_as
 from pfeife.data.timeline import Timeline
 from pfeife.ir.messages import holders
-from pfeife.ir.parts import Role
+from pfeife.ir.parts import Port, Role
 from pfeife.ir.program import Program
-from pfeife.lowering.buckets import buckets_of
+from pfeife.lowering.buckets import buckets_of, most_told, told_together
 from pfeife.lowering.envelope import Travel, travel
 from pfeife.lowering.lower import transfer_of
 from pfeife.lowering.simulate import simulate
@@ -101,17 +101,22 @@ def reduction_seconds(program: Program, machine: Machine) -> dict[int, float]:
 
 def kept_seconds(program: Program, machine: Machine) -> dict[int, float]:
     """How long it takes in each stage that the keepers of parameters tell the others their parts,
-    and are told those of the gradients: one part after the other, over the machine's link."""
+    and are told those of the gradients: one message after the other, over the machine's link."""
     trained = {port.fqn for port in program.ports(Role.GRADIENT)}
     users = holders(program, Role.PARAMETER)
-    seconds_of: dict[int, float] = {}
+    ports_of: dict[int, list[Port]] = {}
     for port in program.ports(Role.PARAMETER):
-        if port.keeper is not None:
-            times = (program.members - 1) * (2 if port.fqn in trained else 1)
-            for stage in {call.unit for call in users[port.fqn]}:
-                told = times * machine.transfer_seconds(port.part_bytes)
-                seconds_of[stage] = seconds_of.get(stage, 0.0) + told
-    return seconds_of
+        for stage in sorted({call.unit for call in users[port.fqn]}):
+            ports_of.setdefault(stage, []).append(port)
+
+    def seconds(ports: Iterable[Port]) -> float:
+        sizes = map(most_told, told_together(ports))
+        return (program.members - 1) * sum(map(machine.transfer_seconds, sizes))
+
+    return {
+        stage: seconds(ports) + seconds(port for port in ports if port.fqn in trained)
+        for stage, ports in ports_of.items()
+    }
 
 
 def travels(

@@ -215,11 +215,13 @@ def test_replicas_reduce_in_predicted_time():
         assert sum(computing) == pytest.approx(6 * 1.0 + 2 * 0.25)
 
 
-def test_what_keepers_tell_counts_once_a_step():
-    """Each part there and each part of a gradient back, one after the other."""
-    net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+@pytest.mark.parametrize("width", [64, 640])
+def test_what_keepers_tell_counts_once_a_step(width):
+    """Each part there and each part of a gradient back, one message after the other: one for all
+    that is small."""
+    net = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
     net[2].weight.requires_grad_(False)
-    flat = pfeife.capture(lambda x: net(x).square().mean(), torch.ones(8, 64))
+    flat = pfeife.capture(lambda x: net(x).square().mean(), torch.ones(8, width))
     taken = []
     for keepers in (None, {}):
         cut = pfeife.shard({"0.*": 0, "2.weight": 1}, members=4, keepers=keepers)
@@ -228,6 +230,8 @@ def test_what_keepers_tell_counts_once_a_step():
         plan = sched.plan(local, machine=CPU_CORE, microbatches=3, stages=1)
         ranks = pfeife.apply(plan)(local)
         taken.append(sched.predict(ranks, sched.lower(plan.schedule, ranks), CPU_CORE).seconds)
-    told = [(4 * 64 * 64, 2), (4 * 64, 2), (4 * 64 * 64, 1)]  # bytes of a part, how often
-    seconds = sum(3 * times * CPU_CORE.transfer_seconds(sent) for sent, times in told)
+    weight, bias = 4 * width * width, 4 * width  # bytes of a part
+    # Keepers are others for each of the three: a message is as long as what one of them tells.
+    told = [weight, weight] if width == 64 else [weight, bias, weight, weight, bias]
+    seconds = sum(3 * CPU_CORE.transfer_seconds(sent) for sent in told)
     assert taken[1] - taken[0] == pytest.approx(seconds)

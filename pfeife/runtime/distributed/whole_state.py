@@ -7,38 +7,69 @@ gradient    of rows 0 to 3         of rows 4 to 7
 .grad       [8, 4] <-------------- absent             `whole_gradients`: the keeper is told
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from pfeife.ir.evaluate import State
 from pfeife.ir.parts import Port
+from pfeife.lowering.buckets import told_together
 from pfeife.runtime.distributed.links.collectives import Group
 
 
 def own_parts(ports: Iterable[Port], state: State, group: Group, device: torch.device) -> State:
     """The state with a member's own parts of what one of them keeps (collective among them)."""
     own = dict(state)
-    for port in ports:
-        if port.split is not None and port.keeper is not None:
-            own[port.fqn] = _told(port, state[port.fqn], group, device)
+    for together in told_together(ports):
+        own |= _told(together, state, group, device)
     return own
 
 
-def _told(port: Port, value: torch.Tensor, group: Group, device: torch.device) -> torch.Tensor:
-    """A member's part of a value of which its keeper has the whole."""
+def _told(ports: Sequence[Port], state: State, group: Group, device: torch.device) -> State:
+    """A member's parts of values, of each of which its keeper has the whole.
+
+    sent      [members, bytes of all that it keeps]      row j is for member j
+    arrived   what member 0 keeps, what member 1 keeps, ...
+    """
     connection = group.group
-    assert connection is not None and port.split is not None and port.keeper is not None
-    part = torch.empty(port.shape, dtype=port.given_dtype, device=device)
-    is_keeper = connection.place == port.keeper
-    if is_keeper and value.shape != port.given_shape:  # the others would wait for other parts
+    assert connection is not None
+    here, members = connection.place, range(len(connection.ranks))
+    kept = [[port for port in ports if port.keeper == member] for member in members]
+    stacks = [_stacked(port, state[port.fqn]) for port in kept[here]]
+    arriving = [sum(port.part_bytes for port in each) for each in kept]
+    arrived = torch.empty(sum(arriving), dtype=torch.uint8, device=device)
+    sent = _rows(stacks).flatten() if stacks else arrived[:0]
+    group.wait(
+        connection.group.alltoall_base(arrived, sent, arriving, [arriving[here]] * len(kept))
+    )
+    in_order = [port for each in kept for port in each]
+    pieces = arrived.split([port.part_bytes for port in in_order])
+    return {
+        port.fqn: _own(piece).view(port.given_dtype).view(port.shape)
+        for port, piece in zip(in_order, pieces, strict=True)
+    }
+
+
+def _stacked(port: Port, value: torch.Tensor) -> torch.Tensor:
+    """Every member's part of what this one keeps."""
+    assert port.split is not None
+    if value.shape != port.given_shape:  # the others would wait for other parts
         raise ValueError(
             f"{port.fqn} has the shape {list(value.shape)}, the program was captured for "
             f"{list(port.given_shape)}"
         )
-    parts = port.split.parts(value) if is_keeper else []
-    group.wait(connection.group.scatter(part, parts, port.keeper))
-    return part
+    return port.split.stacked(value)
+
+
+def _rows(stacks: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The bytes of several tensors, by their first dimension: one row for each place in it."""
+    rows = [stack.flatten(1).view(torch.uint8) for stack in stacks]
+    return torch.cat(rows, 1) if len(rows) > 1 else rows[0]
+
+
+def _own(piece: torch.Tensor) -> torch.Tensor:
+    """Some bytes in memory of their own, where kernels want them to begin."""
+    return piece if len(piece) == piece.untyped_storage().nbytes() else piece.clone()
 
 
 def whole_gradients(
@@ -46,24 +77,41 @@ def whole_gradients(
 ) -> dict[str, torch.Tensor]:
     """A member's gradients: of what one of them keeps, that has the whole, made of all parts
     (collective among the members)."""
-    kept = {p.fqn: (p.split, p.keeper) for p in ports if p.split and p.keeper is not None}
-    whole = {}
-    for name, gradient in gradients.items():
-        if name not in kept:
-            whole[name] = gradient
-            continue
-        split, keeper = kept[name]
-        parts = _gathered(gradient, keeper, group)
-        if parts:
-            whole[name] = split.join(parts)
-    return whole
+    by_name = {port.fqn: port for port in ports}
+    kept = [by_name[name] for name in gradients if by_name[name].keeper is not None]
+    whole: dict[str, torch.Tensor] = {}
+    for together in told_together(kept):
+        whole |= _gathered(together, gradients, group)
+    return {
+        name: whole.get(name, gradient)
+        for name, gradient in gradients.items()
+        if name in whole or by_name[name].keeper is None
+    }
 
 
-def _gathered(value: torch.Tensor, keeper: int, group: Group) -> list[torch.Tensor]:
-    """On its keeper a tensor of each member, in their order, elsewhere nothing."""
-    connection, value = group.group, value.contiguous()
+def _gathered(
+    ports: Sequence[Port], gradients: Mapping[str, torch.Tensor], group: Group
+) -> dict[str, torch.Tensor]:
+    """The whole gradients of what this member keeps.
+
+    sent      what it has of what member 0 keeps, of what member 1 keeps, ...
+    arrived   [members, bytes of all that it keeps]      row j is of member j
+    """
+    connection = group.group
     assert connection is not None
-    is_keeper = connection.place == keeper
-    values = [torch.empty_like(value) for _ in connection.ranks] if is_keeper else []
-    group.wait(connection.group.gather(values, value, keeper))
-    return values
+    here, members = connection.place, len(connection.ranks)
+    kept = [[port for port in ports if port.keeper == member] for member in range(members)]
+    parts = [[gradients[port.fqn].unsqueeze(0).contiguous() for port in each] for each in kept]
+    lengths = [[part.nbytes for part in each] for each in parts]
+    sent = _rows([part for each in parts for part in each]).flatten()
+    sending = list(map(sum, lengths))
+    arrived = sent.new_empty((members, sending[here]))
+    arriving = [sending[here]] * members
+    group.wait(connection.group.alltoall_base(arrived.flatten(), sent, arriving, sending))
+    whole = {}
+    pairs = zip(kept[here], parts[here], arrived.split(lengths[here], 1), strict=True)
+    for port, part, pieces in pairs:
+        assert port.split is not None
+        stack = pieces.flatten().view(part.dtype).view(members, *port.shape)
+        whole[port.fqn] = port.split.joined(stack)
+    return whole
