@@ -87,6 +87,7 @@ class Ways:
         self.places: dict[fx.Node, dict[Place, None]] = {node: {} for node in self.nodes}
         self._equations = {node: _equation(node) for node in self.nodes if not is_source(node)}
         self._items: dict[Any, dict[Any, fx.Node]] = {}
+        self._cut: dict[tuple[fx.Node, int, Place], list[Way]] = {}
         batch = {port.name for port in program.ports(Role.BATCH)}
         for node in self.nodes:
             if node.target is operator.getitem:
@@ -181,13 +182,22 @@ class Ways:
         results = self._results(node)
         tensors = [*zip(self.reads[node], equation.operands, strict=True)]
         tensors += [(results[i], dims) for i, dims in enumerate(equation.results) if i in results]
-        places = [(dims, place) for value, dims in tensors for place in self.places[value]]
-        for dims, place in places:
-            for start in _starts(equation, dims, place):
-                found = equation.at(dims, start)
-                if found is not None and found[0].can_cut(found[1], self.members):
-                    with contextlib.suppress(NoRule):  # open sizes say where a factor is
-                        yield _along(*found)
+        each = enumerate(tensors)
+        places = [(at, dims, p) for at, (value, dims) in each for p in self.places[value]]
+        for at, dims, place in places:
+            # Asked for again whenever there are new places around the node.
+            key = node, at, place
+            if key not in self._cut:
+                self._cut[key] = [*self._starting(equation, dims, place)]
+            yield from self._cut[key]
+
+    def _starting(self, equation: Equation, dims: Dims, place: Place) -> Iterator[Way]:
+        """Along the factors that begin at a place of a tensor, or in its dimension."""
+        for start in _starts(equation, dims, place):
+            found = equation.at(dims, start)
+            if found is not None and found[0].can_cut(found[1], self.members):
+                with contextlib.suppress(NoRule):  # open sizes say where a factor is
+                    yield _along(*found)
 
 
 def _starts(equation: Equation, dims: Dims, place: Place) -> Iterator[Place]:
