@@ -17,6 +17,7 @@ from pfeife.data.schedule import Action, Schedule
 from pfeife.ir.members import ALONE, MEANING
 from pfeife.ir.parts import Role
 from pfeife.ir.program import Program
+from pfeife.lowering.buckets import told_together
 from pfeife.lowering.envelope import APART
 from pfeife.runtime.results import owner
 
@@ -163,8 +164,9 @@ class Case:
         return sum(node.op == "call_function" and "pass_on" in str(node.target) for node in nodes)
 
     def collectives(self, rank: int) -> int:
-        """How many collectives a member is in within a step: in each parameter that is cut, its
-        keeper tells the parts before all actions and is told those of the gradient after them."""
+        """How many collectives a member is in within a step: keepers tell the parts of parameters
+        that are cut before all actions, some in one message, and are told those of the gradients
+        after them."""
         program = self.program
         kept = [
             port
@@ -173,7 +175,7 @@ class Case:
         ]
         nodes = [node for action in self.actions(rank) for node in self._nodes(action)]
         told = MEANING.keys() - ALONE
-        return 2 * len(kept) + sum(node.target in told for node in nodes)
+        return 2 * len(told_together(kept)) + sum(node.target in told for node in nodes)
 
     def _nodes(self, action: Action) -> list[fx.Node]:
         """Those of the bodies that an action runs."""

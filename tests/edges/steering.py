@@ -387,4 +387,4 @@ def the_garbage_collector_asks_for_the_time():
         loss = run(x)
     finally:
         gc.callbacks.remove(clock)
-    assert seen and torch.equal(loss, step(x))
+    assert seen and torch.equal(loss, (step(x[:2]) + step(x[2:])) / 2)
