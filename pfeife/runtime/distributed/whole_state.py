@@ -53,10 +53,11 @@ def _told(ports: Sequence[Port], state: State, group: Group, device: torch.devic
 def _stacked(port: Port, value: torch.Tensor) -> torch.Tensor:
     """Every member's part of what this one keeps."""
     assert port.split is not None
-    if value.shape != port.given_shape:  # the others would wait for other parts
+    # The others would wait for other parts, or take the bytes of these for those of other numbers.
+    if value.shape != port.given_shape or value.dtype != port.given_dtype:
         raise ValueError(
-            f"{port.fqn} has the shape {list(value.shape)}, the program was captured for "
-            f"{list(port.given_shape)}"
+            f"{port.fqn} has the shape {list(value.shape)} in {value.dtype}, the program was "
+            f"captured for {list(port.given_shape)} in {port.given_dtype}"
         )
     return port.split.stacked(value)
 
