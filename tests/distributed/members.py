@@ -552,12 +552,14 @@ def a_keeper_that_fails() -> None:
     (compiled,) = loop.step.backend.compiled
     ports = compiled.program.ports(pfeife.Role.PARAMETER)
     name = next(port.fqn for port in ports if port.keeper == 1)
-    state = {name: value.detach() for name, value in loop.model.named_parameters()}
-    if dist.get_rank() == 1:
-        state[name] = state[name][:1]
-    with pytest.raises((ValueError, RuntimeError), match="rank 1" if dist.get_rank() == 0 else ""):
-        compiled.pipeline(state, list(loop.tokens.chunk(2)))
-    loop.train()
+    for wrong in (lambda value: value[:1], torch.Tensor.half):
+        state = {name: value.detach() for name, value in loop.model.named_parameters()}
+        words = "rank 1"
+        if dist.get_rank() == 1:
+            state[name], words = wrong(state[name]), ""
+        with pytest.raises((ValueError, RuntimeError), match=words):
+            compiled.pipeline(state, list(loop.tokens.chunk(2)))
+        loop.train()
 
 
 @row(ranks=(2,))
