@@ -53,6 +53,12 @@ LIMITS = {"float64": 1e-12, "float32": 1e-6}
 CPU_CORE = machine("cpu-core")
 
 
+# What is cut over the members, besides what follows: all matrices that can be, where the linear
+# program finds it best; the experts; or nothing but the batch, of which a microbatch is one row, so
+# that it is cut along the sequence (context parallelism).
+KINDS: dict[str, Any] = {"tp": "auto", "ep": {"*.experts.*": 0}, "cp": {}}
+
+
 @attrs.frozen
 class Layout:
     """`members` of each of so many stages, of each of so many pipelines."""
@@ -60,45 +66,59 @@ class Layout:
     members: int
     stages: int = 1
     replicas: int = 1
+    kind: str = "tp"
 
     @property
     def ranks(self) -> int:
         return self.members * self.stages * self.replicas
 
     def __str__(self) -> str:
-        return f"tp {self.members}, pp {self.stages}, dp {self.replicas}"
+        return f"{self.kind} {self.members}, pp {self.stages}, dp {self.replicas}"
+
+    def fits(self, name: str) -> bool:
+        """Whether a model is cut so: one with experts, or one of texts."""
+        group = MODELS[name]
+        return {"ep": group == "experts", "cp": "decoders" in group or group == "experts"}.get(
+            self.kind, True
+        )
 
 
 LAYOUTS = (
     *(Layout(2), Layout(4), Layout(8)),
     *(Layout(2, 2), Layout(2, 4), Layout(4, 2)),
     *(Layout(2, 1, 2), Layout(2, 2, 2)),
+    *(Layout(2, 2, kind="ep"), Layout(2, 2, kind="cp"), Layout(4, 2, kind="cp")),
 )
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-v")
 
 
-def in_float64(name: str) -> tuple[Example, list[tuple[Any, ...]]]:
-    """A model without dropouts, and its batches."""
+def drawn(name: str, layout: Layout) -> tuple[Example, list[tuple[Any, ...]]]:
+    """A model without dropouts, and its batches: in float64, but for grouped products of experts,
+    which torch does not have in that."""
     example = coverage_case.built(coverage_models.models(MODELS[name])[name])
-    example.model.to(torch.float64)
+    grouped = layout.kind == "ep"
+    dtype = torch.float32 if grouped else torch.float64
+    example.model.to(dtype)
     if hasattr(example.model, "set_experts_implementation"):
-        example.model.set_experts_implementation("batched_mm")  # grouped_mm has no float64
+        example.model.set_experts_implementation("grouped_mm" if grouped else "batched_mm")
 
-    batches = []
+    rows, batches = 1 if layout.kind == "cp" else example.rows, []
     for number in range(STEPS):
         torch.manual_seed(100 + number)
-        batch = example.draw(example.rows * MICROBATCHES, example.sizes[0])
-        batches.append(coverage_case.in_dtype(batch, torch.float64))
+        batch = example.draw(rows * MICROBATCHES, example.sizes[0])
+        batches.append(coverage_case.in_dtype(batch, dtype))
     return example, batches
 
 
 def as_the_oracle(name: str, layout: Layout, schedule: str) -> bool:
     """Whether a step on ranks has the bits of `evaluate`."""
-    example, batches = in_float64(name)
+    example, batches = drawn(name, layout)
     microbatches = coverage_case.cut(example, batches[0], MICROBATCHES)
     flat = pfeife.capture(example.step, *microbatches[0])
     local = pfeife.compose(
-        pfeife.shard("auto", layout.members, unknown="gather", prices=member_prices(CPU_CORE)),
+        pfeife.shard(
+            KINDS[layout.kind], layout.members, unknown="gather", prices=member_prices(CPU_CORE)
+        ),
         pfeife.fuse(),
         pfeife.split_backward(),
     )(flat)
@@ -144,13 +164,14 @@ def trained(example: Example, losses: Any, batches: Sequence[tuple[Any, ...]]) -
 
 def beside_one_device(name: str, layout: Layout, schedule: str) -> tuple[float, str]:
     """The largest difference, and the narrowest type of what is computed."""
-    example, batches = in_float64(name)
-    plain, _ = in_float64(name)
+    example, batches = drawn(name, layout)
+    plain, _ = drawn(name, layout)
     step = pfeife.compile(
         example.step,
         in_dims=example.in_dims,
         microbatches=MICROBATCHES,
         members=layout.members,
+        parallel=KINDS[layout.kind],
         replicas=layout.replicas,
         schedule=schedule,
         loss_reduction="mean",
@@ -223,6 +244,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", action="append", choices=MODELS, help="a model")
     parser.add_argument("--ranks", default="2,4,8")
+    parser.add_argument("--kind", action="append", choices=KINDS, help="what is cut")
     parser.add_argument("--json", type=Path, help="where the rows go")
     parser.add_argument("--layout", help=argparse.SUPPRESS)  # of a rank
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
@@ -235,7 +257,12 @@ def main() -> None:
         dist.destroy_process_group()
         return
     sizes = [int(size) for size in asked.ranks.split(",")]
-    todo = [(name, layout) for layout in LAYOUTS if layout.ranks in sizes for name in names]
+    todo = [
+        (name, layout)
+        for layout in LAYOUTS
+        for name in names
+        if layout.ranks in sizes and layout.fits(name) and layout.kind in (asked.kind or KINDS)
+    ]
     rows: list[dict[str, Any]] = []
     for name, layout in tqdm(todo, disable=None):
         rows += launched(name, layout)

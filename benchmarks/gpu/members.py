@@ -94,13 +94,13 @@ def in_halves(setting: Setting) -> dict[str, Any]:
     return figures
 
 
-def experts(setting: Setting) -> dict[str, Any]:
-    """Grouped products of experts, whose matrices are cut by columns and rows."""
+def experts(first: int, second: int, setting: Setting) -> dict[str, Any]:
+    """Grouped products of experts, whose matrices are cut along some dimensions."""
     torch.manual_seed(0)
     device = setting.device
-    shapes = (3, 32, 64), (3, 64, 32)
+    shapes = (4, 32, 64), (4, 64, 32)
     layers = nn.ParameterList((torch.randn(shape) / 4).bfloat16().to(device) for shape in shapes)
-    ends = torch.tensor([5, 7, 16], dtype=torch.int32, device=device)
+    ends = torch.tensor([5, 5, 7, 16], dtype=torch.int32, device=device)
     batch = torch.randn(16, 32, device=device).bfloat16(), ends
 
     def step(x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -110,7 +110,7 @@ def experts(setting: Setting) -> dict[str, Any]:
     flat = pfeife.capture(step, *batch)
     names = [port.fqn for port in flat.ports(pfeife.Role.PARAMETER)]
     state = dict(zip(names, (layer.detach() for layer in layers), strict=True))
-    local = pfeife.shard({names[0]: 2, names[1]: 1}, 2)(flat)
+    local = pfeife.shard({names[0]: first, names[1]: second}, 2)(flat)
     wanted = values_of(pfeife.evaluate(flat, state, [batch]))
     return alike(values_of(pfeife.evaluate(local, state, [batch])), wanted, HALVES)
 
@@ -133,7 +133,8 @@ ROWS = [
         )
     ),
     Row("GPT in bfloat16", in_halves),
-    Row("experts", experts),
+    Row("experts by columns and rows", functools.partial(experts, 2, 1)),
+    Row("experts over members", functools.partial(experts, 0, 0)),
     *(
         _row(name, members, everything)
         for name, members, everything in (

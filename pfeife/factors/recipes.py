@@ -81,6 +81,17 @@ def looked_up(make: Make, part: Part) -> fx.Node:
     return make(aten.masked_fill.Scalar, rows, outside, 0.0)
 
 
+def looked_up_gradient(make: Make, part: Part) -> fx.Node:
+    """embedding's backward: a member adds up what goes to its own rows."""
+    indices = part.arguments["indices"]
+    inside, index = _own(make, indices, part)
+    counted = make(aten.ne.Scalar, indices, part.arguments["padding_idx"])
+    outside = make(aten.logical_not.default, make(aten.logical_and.default, inside, counted))
+    gradient = part.arguments["grad_output"]
+    gradient = make(aten.masked_fill.Scalar, gradient, make(aten.unsqueeze.default, outside, -1), 0)
+    return make(aten.embedding_dense_backward.default, gradient, index, part.size, -1, False)
+
+
 def _own(make: Make, indices: fx.Node, part: Part) -> tuple[fx.Node, fx.Node]:
     """Which indices are in a member's part of so many, and where there; 0 for the others."""
     first = make(aten.mul.Tensor, make(member, indices, part.members), part.size)

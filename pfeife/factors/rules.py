@@ -19,7 +19,14 @@ from pfeife.factors.axes import (
     unsqueezed,
 )
 from pfeife.factors.causal import causal, causal_backward
-from pfeife.factors.chosen import grouped_product, indexed, put, ranked
+from pfeife.factors.chosen import (
+    grouped_gradients,
+    grouped_product,
+    grouped_rows,
+    indexed,
+    put,
+    ranked,
+)
 from pfeife.factors.equation import (
     Dims,
     Equation,
@@ -236,7 +243,8 @@ def looked_up_backward(operation: Operation) -> Equation:
     places = range(len(operation.shape_of("indices")))
     if operation.arguments["scale_grad_by_freq"]:
         raise NoRule
-    return equation(operation, [[*places, "h"], places], [["row", "h"]], whole=["row"])
+    rule = equation(operation, [[*places, "h"], places], [["row", "h"]], whole=["row"])
+    return attrs.evolve(rule, recipes={"row": recipes.looked_up_gradient})
 
 
 def normalised(operation: Operation) -> Equation:
@@ -365,6 +373,8 @@ RULES: Mapping[str, Rule] = {
     **_table("index_put", put),
     **_table("sort topk", ranked),
     **_table("_grouped_mm", grouped_product),
+    **_table("grouped_mm_fallback", grouped_rows),
+    **_table("grouped_mm_fallback_backward", grouped_gradients),
     **_table("embedding", looked_up),
     **_table("embedding_dense_backward", looked_up_backward),
     **_table("native_layer_norm _fused_rms_norm", normalised),

@@ -29,7 +29,7 @@ from pfeife.factors.equation import (
 )
 from pfeife.factors.rules import equation_of
 from pfeife.ir.members import addend, all_gather, all_reduce, all_to_all, part, reduce_scatter
-from pfeife.ir.nodes import is_source, operation_name
+from pfeife.ir.nodes import is_source, operation_name, returned
 from pfeife.ir.parts import Role
 from pfeife.ir.program import Program
 from pfeife.ir.seeding import seeded
@@ -96,6 +96,8 @@ class Ways:
                 self.places[node] = dict.fromkeys(p for p in parameters[node.name] if p)
             elif node.name in batch:
                 self.places[node] = dict.fromkeys(dividing(shape_of(node), members))
+        for node, place in self._wanted_gradients(program):
+            self.places[node][place] = None
         # From these on and back, until nothing is new: a product that is taken apart into heads
         # says so of the weight before it.
         todo = dict.fromkeys((*self.nodes, *reversed(self.nodes)))
@@ -108,6 +110,14 @@ class Ways:
         for node in self.nodes:
             if node.name in parameters and None not in parameters[node.name]:
                 del self.of[node][0]
+
+    def _wanted_gradients(self, program: Program) -> Iterator[tuple[fx.Node, Place]]:
+        """Gradients, and where their parameters may be."""
+        names = {port.fqn: port.name for port in program.ports(Role.PARAMETER)}
+        results = returned(program.module)
+        for port in program.ports(Role.GRADIENT):
+            places = self.parameters.get(names.get(port.fqn, ""), ())
+            yield from ((results[port.name], place) for place in places if place is not None)
 
     def has_no_rule(self, node: fx.Node) -> bool:
         """Whether nothing is known of how a node may be computed on parts."""

@@ -7,6 +7,7 @@ import operator
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers.integrations.moe  # noqa: F401  (has an operator for products of experts)
 from sent import DEAR_TO_COMPUTE
 from torch import nn
 
@@ -52,6 +53,10 @@ OPERATIONS = {
     "bmm": (lambda a, b: torch.bmm(a, b).square(), (2, 4, 6), (2, 6, 2)),
     "linear": (lambda a, b, c: F.linear(a, b, c).square(), (3, 4, 6), (8, 6), (8,)),
     "embedding": (lambda a: F.embedding(torch.arange(6).view(2, 3) % 4, a).square(), (4, 6)),
+    "padded embedding": (
+        lambda a: F.embedding(torch.arange(6).view(2, 3) % 4, a, padding_idx=2).square(),
+        (4, 6),
+    ),
     "layer_norm": (lambda a, b, c: F.layer_norm(a, (6,), b, c) ** 3, (4, 2, 6), (6,), (6,)),
     "gelu": (lambda a: F.gelu(a), (4, 6)),
     "attention": (
@@ -114,26 +119,70 @@ def test_an_operation(name, at, dim):
             check_pass(cut, program, state, [x], rounding=None, within=1e-13)
 
 
-@pytest.mark.parametrize(("at", "dim"), [(0, 1), (0, 2), (1, 1), (1, 2)])
-def test_products_of_experts(at, dim):
-    """By columns of the first matrices, and rows of the second ones, in bfloat16, which torch's
-    kernel takes."""
+# Of four experts one has no rows, both of a member, the first ones; and rows go to nobody.
+@pytest.mark.parametrize("ends", [[2, 5, 5, 6], [3, 6, 6, 6], [0, 0, 2, 5]])
+@pytest.mark.parametrize("dims", [(1, None), (2, 1), (None, 2), (0, None), (0, 0)])
+def test_products_of_experts(ends, dims):
+    """By columns of the first matrices, and rows of the second ones, or by experts; in bfloat16,
+    which torch's kernel takes."""
     torch.manual_seed(0)
-    shapes = (3, 16, 32), (3, 32, 16)
+    shapes = (4, 16, 32), (4, 32, 16)
     layers = nn.ParameterList((torch.randn(shape) / 4).bfloat16() for shape in shapes)
-    ends = torch.tensor([2, 5, 6], dtype=torch.int32)
 
-    def step(x, ends):
+    def step(x, ends, is_sent):
         h = F.grouped_mm(x, layers[0], offs=ends).relu()
-        return F.grouped_mm(h, layers[1], offs=ends).float().square().mean()
+        h = F.grouped_mm(h, layers[1], offs=ends)
+        return torch.where(is_sent, h, 0).float().square().mean()
 
-    batch = torch.randn(6, 16).bfloat16(), ends
+    is_sent = torch.arange(6)[:, None] < ends[-1]
+    batch = torch.randn(6, 16).bfloat16(), torch.tensor(ends, dtype=torch.int32), is_sent
     program = pfeife.capture(step, *batch)
     names = [port.fqn for port in program.ports(pfeife.Role.PARAMETER)]
     state = dict(zip(names, (layer.detach() for layer in layers), strict=True))
     for prices in (None, DEAR_TO_COMPUTE):
-        cut = shard({names[at]: dim}, 2, prices=prices)
+        cut = shard(dict(zip(names, dims, strict=True)), 2, prices=prices)
         check_pass(cut, program, state, [batch], rounding=None, within=2e-2)
+
+
+@pytest.mark.parametrize("ends", [[2, 5, 5, 6], [0, 0, 2, 5]])
+@pytest.mark.parametrize("members", [2, 4])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_products_of_experts_as_transformers_has_them(ends, members, dim):
+    """In other types than bfloat16; of any number of rows."""
+    torch.manual_seed(0)
+    layer = torch.randn(4, 8, 12, dtype=torch.float64).requires_grad_()
+    product = torch.ops.transformers.grouped_mm_fallback
+
+    def step(x, ends):
+        return product(x.sin(), layer, ends).square().mean()
+
+    batch = torch.randn(6, 8, dtype=torch.float64), torch.tensor(ends, dtype=torch.int32)
+    torch._dynamo.mark_dynamic(batch[0], 0)
+    program = pfeife.capture(step, *batch)
+    assert program.ports(pfeife.Role.SIZE)
+    (port,) = program.ports(pfeife.Role.PARAMETER)
+    state = {port.fqn: layer.detach()}
+    longer = torch.randn(9, 8, dtype=torch.float64), batch[1]
+    for prices in (None, DEAR_TO_COMPUTE):
+        cut = shard({port.fqn: dim}, members, prices=prices)
+        check_pass(cut, program, state, [batch, longer], rounding=None, within=1e-13)
+
+
+def test_a_member_has_the_matrices_of_its_own_experts():
+    """And the gradients of these alone, which are not parts of what all compute."""
+    layer = torch.randn(4, 16, 8).bfloat16().requires_grad_()
+
+    def step(x, ends):
+        return F.grouped_mm(x, layer, offs=ends).float().sum()
+
+    batch = torch.ones(6, 16).bfloat16(), torch.tensor([1, 2, 4, 6], dtype=torch.int32)
+    program = pfeife.capture(step, *batch)
+    (port,) = program.ports(pfeife.Role.PARAMETER)
+    local = shard({port.fqn: 0}, 2, prices=DEAR_TO_COMPUTE)(program)
+    products = [n for n in local.module.graph.nodes if "grouped_mm" in str(n.target)]
+    values = [n.meta["val"] for p in products for n in (p, *p.all_input_nodes)]
+    assert len(products) >= 2
+    assert {len(value) for value in values if value.dim() == 3} == {2}
 
 
 @pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn"])

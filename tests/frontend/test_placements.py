@@ -71,3 +71,29 @@ def test_the_plan_that_a_model_ships(name, sums):
     cut = pfeife.shard(pfeife.placements(model, config.base_model_tp_plan), 2)
     result = check_pass(cut, program, state, [tokens], rounding=None, within=1e-6)
     assert bytes_sent(result) <= sums * 2 * 8 * 32 * 8
+
+
+@pytest.mark.parametrize("kind", ["tp", "ep"])
+def test_the_plans_of_a_mixture_of_experts(kind):
+    """By columns of the two matrices that are one parameter, or by experts: of each matrix a member
+    has a half."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 32},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False},
+        **{"num_local_experts": 4, "experts_implementation": "grouped_mm"},
+    )
+    torch.manual_seed(0)
+    model = transformers.MixtralForCausalLM(config).double()
+    tokens = torch.randint(32, (2, 8))
+    program = pfeife.capture(lambda x: model(input_ids=x, labels=x).loss, tokens)
+    plan = getattr(config, f"base_model_{kind}_plan")
+    if plan is None:
+        pytest.skip("this transformers has no such plan")
+    cut = pfeife.shard(pfeife.placements(model, plan), 2)
+    state = pfeife.state_of(program, model)
+    local = check_pass(cut, program, state, [tokens], rounding=None, within=1e-6)
+    experts = {p.fqn: p.split for p in local.ports(pfeife.Role.PARAMETER) if "experts" in p.fqn}
+    places = {(split.dim, split.before) for split in experts.values() if split is not None}
+    assert len(experts) == 4 and None not in experts.values()
+    assert places == ({(0, 1)} if kind == "ep" else {(1, 2), (2, 1)})

@@ -169,7 +169,8 @@ class ReplicaOptions:
         `mesh` gives them as its dimension `"tp"`. See [parallelism inside a stage](sharding.md).
     parallel: How parameters are cut over the members: `"auto"`, or patterns of modules' names to
         torch's styles (`{"*.up": ColwiseParallel()}`) or Hugging Face's words (those of
-        `model.config.base_model_tp_plan`), or of parameters' names to dimensions.
+        `model.config.base_model_tp_plan` or `base_model_ep_plan`), or of parameters' names to
+        dimensions.
     """
 
     replicas: int = attrs.field(default=1, validator=checks.count)
