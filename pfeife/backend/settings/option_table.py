@@ -168,9 +168,8 @@ class ReplicaOptions:
     members: How many ranks share the work of each stage. A stage's ranks are neighbours, and a
         `mesh` gives them as its dimension `"tp"`. See [parallelism inside a stage](sharding.md).
     parallel: How parameters are cut over the members: `"auto"`, or patterns of modules' names to
-        torch's styles (`{"*.up": ColwiseParallel()}`) or Hugging Face's words (those of
-        `model.config.base_model_tp_plan` or `base_model_ep_plan`), or of parameters' names to
-        dimensions.
+        torch's styles (`{"*.up": ColwiseParallel()}`) or Hugging Face's words (as
+        `config.base_model_tp_plan` and `base_model_ep_plan`), or of parameters to dimensions.
     """
 
     replicas: int = attrs.field(default=1, validator=checks.count)
