@@ -116,8 +116,9 @@ class Ways:
         names = {port.fqn: port.name for port in program.ports(Role.PARAMETER)}
         results = returned(program.module)
         for port in program.ports(Role.GRADIENT):
-            places = self.parameters.get(names.get(port.fqn, ""), ())
-            yield from ((results[port.name], place) for place in places if place is not None)
+            gradient, places = results[port.name], self.parameters.get(names.get(port.fqn, ""), ())
+            if not is_source(gradient):
+                yield from ((gradient, place) for place in places if place is not None)
 
     def has_no_rule(self, node: fx.Node) -> bool:
         """Whether nothing is known of how a node may be computed on parts."""

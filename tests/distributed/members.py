@@ -3,6 +3,7 @@ lockstep."""
 
 import copy
 import functools
+import importlib
 import os
 import shutil
 import tempfile
@@ -250,10 +251,10 @@ def trained(step, model, batches):
         optimizer.step()
 
 
-def trained_alike(**options) -> None:
+def trained_alike(model=None, **options) -> None:
     """A loop as for one device: losses, norms and parameters to within the rounding of sums."""
     torch.manual_seed(0)
-    model = Words(dropout=0.0).double()
+    model = (model or Words(dropout=0.0)).double()
     plain = copy.deepcopy(model)
     batches = [torch.randint(24, (8, 6)) for _ in range(3)]
     options = {"parallel": PLAN, **options}
@@ -290,6 +291,34 @@ def a_loop_of_compiled_bodies() -> None:
 @row(ranks=(2, 4))
 def a_loop_that_nobody_has_said_how_to_cut() -> None:
     trained_alike(members=2, parallel="auto")
+
+
+class Routed(nn.Module):
+    """Each word goes to one of four experts, by products that transformers has."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.router = nn.Embedding(24, 16), nn.Linear(16, 4)
+        self.experts = nn.ParameterList(torch.randn(4, 16, 16) / 4 for _ in range(2))
+        self.head = nn.Linear(16, 24)
+
+    def forward(self, tokens):
+        x = self.words(tokens).flatten(0, 1)
+        share, expert = self.router(x).softmax(-1).max(-1)
+        order = expert.argsort(stable=True)
+        ends = (expert[:, None] == torch.arange(4)).sum(0).cumsum(0).int()
+        product, (up, down) = torch.ops.transformers.grouped_mm_fallback, self.experts
+        rows = product(product(x[order], up, ends).relu(), down, ends)
+        x = x + rows[order.argsort()] * share[:, None]
+        return F.cross_entropy(self.head(x), tokens.flatten())
+
+
+@row(ranks=(2, 4))
+def a_loop_of_experts() -> None:
+    """Which have some of their matrices each, with one or two stages."""
+    importlib.import_module("transformers.integrations.moe")  # has the operator
+    options = {"loss_reduction": "mean", "schedule": "zb-h1", "members": 2}
+    trained_alike(Routed(), parallel={"experts.*": 0}, **options)
 
 
 @row(ranks=(4,))
