@@ -25,7 +25,7 @@ BUDGET = {
     "commands": 1600,
     "compilers": 360,
     "cost": 860,
-    "data": 1220,
+    "data": 1230,
     "factors": 950,
     "frontend": 1650,
     "frontend/cache": 450,

@@ -8,7 +8,8 @@ _WHOLE_BACKWARDS = ("1f1b", "gpipe", "interleaved")
 
 def advice(forecast: Forecast) -> str:
     """A sentence about what a step loses most by: the pipeline's filling and emptying, ranks that
-    compute longer than others, messages, the reduction of gradients, or recomputation."""
+    compute longer than others, messages, the reduction of gradients, recomputation, or what members
+    of a stage tell one another."""
     step, ranks = forecast.step_seconds, forecast.by_rank
     if not (step and ranks):
         return "nothing is computed"
@@ -17,7 +18,8 @@ def advice(forecast: Forecast) -> str:
     carried = [wait for wait in forecast.waits if wait.kind == "messages"]
     messages = sum(wait.seconds for wait in carried)
     reduced = sum(wait.seconds for wait in forecast.waits if wait.kind == "reduces")
-    again = _again(forecast, longest)
+    again = _seconds_in(forecast, longest, "again_seconds")
+    telling = _seconds_in(forecast, longest, "telling_seconds")
     # What is left of the step of the rank that computes longest.
     filling = step - longest.computing_seconds - messages - reduced
     # One sentence, about the largest loss: advice on all of them is a report, and the losses
@@ -29,8 +31,10 @@ def advice(forecast: Forecast) -> str:
         f"gradients are reduced for {reduced / step:.0%} of the step: join the replicas by faster "
         "links, or take more microbatches a step": reduced,
         f"rank {longest.rank} computes again for {again / step:.0%} of the step, to fit into its "
-        "memory: take ranks with more of it, more ranks a pipeline, or a data_parallel of shard "
-        "for replicas": again,
+        "memory: take ranks with more of it, more ranks a pipeline, more members a stage, or a "
+        "data_parallel of shard for replicas": again,
+        f"members of a stage wait for one another for {telling / step:.0%} of the step: take fewer "
+        f"than {forecast.members} members a stage, or a faster link between them": telling,
     }
     most = max(seconds_of, key=lambda text: seconds_of[text])
     if seconds_of[most] < _LITTLE * step:
@@ -41,10 +45,11 @@ def advice(forecast: Forecast) -> str:
     return most
 
 
-def _again(forecast: Forecast, rank: RankForecast) -> float:
-    """The seconds of a step in which a rank recomputes."""
+def _seconds_in(forecast: Forecast, rank: RankForecast, what: str) -> float:
+    """The seconds of a step in which a rank recomputes, or its members tell one another."""
     count = forecast.microbatches // forecast.replicas
-    return count * sum(stage.again_seconds for stage in forecast.stages if stage.rank == rank.rank)
+    own = (stage for stage in forecast.stages if stage.rank == rank.rank)
+    return count * sum(getattr(stage, what) for stage in own)
 
 
 def _of_filling(forecast: Forecast, share: float) -> str:

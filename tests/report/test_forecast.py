@@ -40,6 +40,10 @@ EVEN = (512,) * 9
         (EVEN, {}, "the pipeline fills and empties for ", {"microbatches": 16}),
         ((8, 512, 512, 8), {"microbatches": 32}, "rank 1 computes 1.", {"ranks": 1}),
         (EVEN, {"microbatches": 32, "rate": 1e5}, "messages take ", {"rate": 1e10}),
+        (
+            *(EVEN, {"microbatches": 32, "rate": 1e7, "members": 2}),
+            *("members of a stage wait for one another", {"members": 1, "ranks": 1}),
+        ),
         (EVEN, {"microbatches": 64, "rate": 1e10}, "ranks compute for ", {}),
     ],
 )
