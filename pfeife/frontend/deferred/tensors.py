@@ -9,6 +9,7 @@ tensors; whoever asks for their values is told what to do.
 
 import gc
 import types
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeGuard
 
@@ -35,6 +36,9 @@ class Recipe(LayoutAlone):
     shape: tuple[int, ...]
     line: str
 
+    def __attrs_post_init__(self) -> None:
+        _RECIPES.add(self)
+
     def refusal(self, what: str) -> ValueError:
         """Says how and where values are made."""
         return ValueError(
@@ -43,6 +47,11 @@ class Recipe(LayoutAlone):
             "pfeife.materialize(model) before, or a step of pfeife.compile, which does so; what "
             "initialises the model goes inside of deferred_init()"
         )
+
+
+# All that there are. Where there is none, no tensor waits for its values, which every capture asks:
+# going through all objects of a process would take longer than to capture a small step.
+_RECIPES: weakref.WeakSet[Recipe] = weakref.WeakSet()
 
 
 def is_waiting(value: Any) -> bool:
@@ -115,9 +124,8 @@ def _check_leaf(tensor: torch.Tensor) -> None:
 def deferred_tensors(step: Any, arguments: Mapping[str, Any] | None = None) -> list[torch.Tensor]:
     """The deferred tensors that a module has, or a step reaches, by itself or in `arguments`, also
     inside of objects of torch's such as distributions."""
-    # What was frozen is not among all objects, so that there may be some which nobody sees here.
-    if not (gc.get_freeze_count() or any(map(is_waiting, living(torch.Tensor)))):
-        return []  # there are none
+    if not _RECIPES:
+        return []
     places = Places(step, arguments or {})
     return list(_inside([step, *(slot.get() for slot in places.slots)]))
 
