@@ -2,14 +2,18 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all check lint docs benchmarks coverage clean
+.PHONY: demo test test-long test-all check lint docs benchmarks coverage clean
 
 demo: .venv/run
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_gpt.py \
 		--report demo.html
 
 test: .venv/dev
-	$(BIN)/python -m pytest -q -n 2
+	$(BIN)/python -m pytest -q -n 2 -m "not long"
+
+# What takes more than a second each, and the rows on ranks.
+test-long: .venv/dev
+	$(BIN)/python -m pytest -q -n 2 -m long
 
 # A minute: every folder of the package, in one process.
 CHECKED := data lowering cost/test_machine.py frontend/test_capture.py passes/test_passes.py \

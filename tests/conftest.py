@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from listening import Lines
+from long_tests import mark_long
 from quick import leave_out
 from rows import Item, on_ranks, together
 from share import WHOLE
@@ -84,6 +85,7 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` asks for marks
 def pytest_collection_modifyitems(config, items):
     """Leaves out what is not in the gate's share (`share.py`), unless all tests run. Those of the
     whole, which start processes and take long, come first, so that no worker ends with one."""
@@ -92,6 +94,7 @@ def pytest_collection_modifyitems(config, items):
         (one for one in items if one not in left), key=lambda one: one.path.parent != HERE
     )
     config.hook.pytest_deselected(items=list(left))
+    mark_long(items)
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -8,6 +8,7 @@ import attrs
 import networkx as nx
 import pytest
 from budget import BUDGET, counted
+from long_tests import LIST, function_of
 
 ROOT = Path(__file__).parent.parent
 # A module may import from the lines above its own, and from its own folder; those of one line stand
@@ -134,6 +135,12 @@ def test_a_folder_of_tests(folder):
     for file in files:
         name = file.stem.removeprefix("test_")
         assert name == folder.name or (ROOT / "pfeife" / folder / f"{name}.py").exists(), file
+
+
+def test_every_long_test_is_there():
+    for test in LIST.read_text().splitlines():
+        path, _, name = function_of(test).partition("::")
+        assert f"def {name}" in (ROOT / path).read_text(), test
 
 
 def test_no_other_folder_has_tests():
