@@ -5,7 +5,7 @@ import attrs
 from pfeife.data import checks
 
 _BYTES = checks.each(checks.not_negative)
-KINDS = ("computes", "messages", "reduces")  # of what a step waits for
+KINDS = ("computes", "messages", "reduces", "members")  # of what a step waits for
 
 
 @attrs.frozen

@@ -1,6 +1,6 @@
 """The forecast of a plan, from its programs and its predicted timeline."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -50,7 +50,7 @@ def forecast_of(
         stages=tuple(_stages(plan, clusters, program, machine)),
         by_rank=tuple(_ranks(run, ranks)),
         # Without a critical path all that ranks do is looked at, which is still the longest first.
-        waits=waits_of(run.path or run.timeline, plan.stage_ranks),
+        waits=waits_of(run.path or run.timeline, plan.stage_ranks, run.telling),
         parameter_bytes=sum(map(_bytes, program.ports(Role.PARAMETER))),
         members=program.members,
     )
@@ -130,12 +130,19 @@ def _ranks(run: Run, count: int) -> list[RankForecast]:
     ]
 
 
-def waits_of(path: Timeline, stage_ranks: Sequence[int]) -> tuple[Wait, ...]:
-    """The critical path of a step by who does what, the longest part first."""
+def waits_of(
+    path: Timeline,
+    stage_ranks: Sequence[int],
+    telling: Mapping[tuple[int, Kind], float] | None = None,
+) -> tuple[Wait, ...]:
+    """The critical path of a step by who does what, the longest part first; `telling` as in
+    `Run`."""
     seconds_of: dict[tuple[str, str], list[float]] = {}
     for event in path.events:
-        if event.end > event.start:
-            seconds_of.setdefault(_doing(event, stage_ranks), []).append(event.end - event.start)
+        for what, kind, share in _doing(event, stage_ranks, telling or {}):
+            if event.end > event.start:
+                seconds = share * (event.end - event.start)
+                seconds_of.setdefault((what, kind), []).append(seconds)
     # An empty step has no parts, and so no division.
     whole = path.seconds or 1.0
     parts = [
@@ -145,16 +152,22 @@ def waits_of(path: Timeline, stage_ranks: Sequence[int]) -> tuple[Wait, ...]:
     return tuple(sorted(parts, key=lambda wait: -wait.seconds))
 
 
-def _doing(event: Event, stage_ranks: Sequence[int]) -> tuple[str, str]:
-    """What is done, and its kind."""
+def _doing(
+    event: Event, stage_ranks: Sequence[int], telling: Mapping[tuple[int, Kind], float]
+) -> Iterator[tuple[str, str, float]]:
+    """What is done, of which kind that is, and for which share of the event."""
     action = event.action
     if action.do in RECEIVES and action.peer is not None:
         source = stage_ranks[action.peer]
-        return f"the link from rank {source} to rank {event.rank} carries messages", "messages"
-    if action.do == Do.REDUCE_GRAD:
-        return f"rank {event.rank} reduces gradients", "reduces"
-    if action.do in SENDS:
-        return f"rank {event.rank} sends", "messages"
-    if action.do.kind:
-        return f"rank {event.rank} computes", "computes"
-    return f"rank {event.rank}: {action.do.words}", "computes"
+        yield f"the link from rank {source} to rank {event.rank} carries messages", "messages", 1.0
+    elif action.do == Do.REDUCE_GRAD:
+        yield f"rank {event.rank} reduces gradients", "reduces", 1.0
+    elif action.do in SENDS:
+        yield f"rank {event.rank} sends", "messages", 1.0
+    elif action.do.kind:
+        told = telling.get((action.stage, action.do.kind), 0.0)
+        yield f"rank {event.rank} computes", "computes", 1.0 - told
+        if told:
+            yield f"members of rank {event.rank} tell one another", "members", told
+    else:
+        yield f"rank {event.rank}: {action.do.words}", "computes", 1.0

@@ -1,16 +1,18 @@
 """One step as it is shown: its timeline, what it waits for, and the bytes of its ranks."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import attrs
 
 from pfeife.cost import memory_curves
+from pfeife.cost.estimate import telling_seconds
 from pfeife.data.machine import Machine
 from pfeife.data.network import Network
 from pfeife.data.optimizers import Optimizer
 from pfeife.data.schedule import Schedule
 from pfeife.data.timeline import MemoryCurve, Timeline
+from pfeife.ir.parts import Kind
 from pfeife.ir.program import Program
 from pfeife.lowering.critical import critical_path
 from pfeife.lowering.predict import occupied_seconds, predict
@@ -19,11 +21,13 @@ from pfeife.lowering.predict import occupied_seconds, predict
 @attrs.frozen
 class Run:
     """A step, predicted or measured: when each action ran, what each rank held, and the chain of
-    events that takes as long as the step (`sched.critical_path`; of a prediction alone)."""
+    events that takes as long as the step (`sched.critical_path`; of a prediction alone). `telling`
+    is the share of a stage's calls, by their kind, in which its members tell one another."""
 
     timeline: Timeline
     memory: tuple[MemoryCurve, ...] = ()
     path: Timeline | None = None
+    telling: Mapping[tuple[int, Kind], float] = attrs.field(factory=dict)
 
     def moments(self, curve: MemoryCurve) -> Iterator[tuple[float, int]]:
         """When a rank has how many bytes, in the order of time: each until the next one."""
@@ -78,4 +82,12 @@ def expected(program: Program, schedule: Schedule, target: Target) -> Run:
     occupied = functools.cache(occupied_seconds(program, *links))
     path = critical_path(timeline, occupied, target.machine.action_seconds)
     curves = memory_curves(program, schedule, optimizer=target.optimizer, apart=target.apart)
-    return Run(timeline, curves, path)
+    return Run(timeline, curves, path, _telling(program, target.machine))
+
+
+def _telling(program: Program, machine: Machine) -> dict[tuple[int, Kind], float]:
+    return {
+        (call.unit, call.kind): telling_seconds(program.body(call), machine) / call.seconds
+        for call in program.calls
+        if call.seconds and program.members > 1
+    }

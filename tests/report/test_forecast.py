@@ -10,6 +10,7 @@ from torch import nn
 import pfeife
 from pfeife import report
 from pfeife.data.advice import advice
+from pfeife.data.forecast import KINDS
 from pfeife.data.link import LinkKind, link_kind
 from pfeife.data.network import Network
 from pfeife.forecasting import Question
@@ -89,6 +90,9 @@ def test_members_of_a_group():
     assert 0 < told < computed + two.stages[0].backward_seconds
     assert "members wait" in report.forecast_table(two)
     assert "members wait" not in report.forecast_table(one)
+    parts = {kind: sum(w.seconds for w in two.waits if w.kind == kind) for kind in KINDS}
+    assert parts["members"] > 0 and sum(parts.values()) == pytest.approx(two.step_seconds)
+    assert "members" not in {wait.kind for wait in one.waits}
     assert "2 x 2 ranks" in report.forecast_summary(two)
 
 

@@ -131,7 +131,7 @@ def _head(plan: Plan | None, sides: Sequence[tuple[str, Run]], about: About) -> 
         tag("div", tag("dt", word), tag("dd", figure, tag("small", more) if more else ""))
         for word, figure, more in figures
     )
-    limits = [_limits(run.path) for _, run in sides if run.path is not None]
+    limits = [_limits(run.path, run) for _, run in sides if run.path is not None]
     parts = [
         tag("h1", about.title),
         tag("p", tag("code", command)) if command else "",
@@ -172,11 +172,12 @@ def _figure(
     return f"{word}, {first}", figure, "; ".join([*details, *more])
 
 
-def _limits(path: Timeline) -> str:
-    """What the step waits for, in a sentence."""
+def _limits(path: Timeline, run: Run) -> str:
+    """What the step of a run with a critical path waits for, in a sentence."""
     # A page may have a run and no plan: where stages are, its own events say.
     ranks = {event.action.stage: event.rank for event in path.events}
-    waits = waits_of(path, [ranks.get(stage, 0) for stage in range(1 + max(ranks, default=0))])
+    stage_ranks = [ranks.get(stage, 0) for stage in range(1 + max(ranks, default=0))]
+    waits = waits_of(path, stage_ranks, run.telling)
     # A sentence of more than four parts, or of parts under 2 %, says nothing.
     shown = [wait for wait in waits[:4] if wait.share >= 0.02]
     parts = [f"{wait.share:.0%} {wait.what}" for wait in shown]
