@@ -35,6 +35,7 @@ from tqdm import tqdm
 import pfeife
 from pfeife import report, sched
 from pfeife.cost import estimate, machine, member_prices
+from pfeife.data.replicas import DataParallel
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 
 MODELS = {
@@ -55,8 +56,9 @@ CPU_CORE = machine("cpu-core")
 
 # What is cut over the members, besides what follows: all matrices that can be, where the linear
 # program finds it best; the experts; or nothing but the batch, of which a microbatch is one row, so
-# that it is cut along the sequence (context parallelism).
-KINDS: dict[str, Any] = {"tp": "auto", "ep": {"*.experts.*": 0}, "cp": {}}
+# that it is cut along the sequence (context parallelism). Replicas without members share out
+# gradients and optimizer state (fsdp).
+KINDS: dict[str, Any] = {"tp": "auto", "ep": {"*.experts.*": 0}, "cp": {}, "fsdp": None}
 
 
 @attrs.frozen
@@ -79,7 +81,13 @@ class Layout:
         """Whether a model is cut so: one with experts, or one of texts."""
         group = MODELS[name]
         of_texts = group == "experts" or "decoders" in group
-        return {"tp": True, "ep": group == "experts", "cp": of_texts}[self.kind]
+        only = {"ep": group == "experts", "cp": of_texts}
+        return only.get(self.kind, True)
+
+    @property
+    def shared_out(self) -> DataParallel:
+        """What replicas do with gradients."""
+        return "shard" if self.kind == "fsdp" else "average"
 
 
 LAYOUTS = (
@@ -87,6 +95,7 @@ LAYOUTS = (
     *(Layout(2, 2), Layout(2, 4), Layout(4, 2)),
     *(Layout(2, 1, 2), Layout(2, 2, 2)),
     *(Layout(2, 2, kind="ep"), Layout(2, 2, kind="cp"), Layout(4, 2, kind="cp")),
+    *(Layout(1, 2, 2, kind="fsdp"), Layout(1, 2, 4, kind="fsdp")),
 )
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-v")
 
@@ -114,13 +123,12 @@ def as_the_oracle(name: str, layout: Layout, schedule: str) -> bool:
     example, batches = drawn(name, layout)
     microbatches = coverage_case.cut(example, batches[0], MICROBATCHES)
     flat = pfeife.capture(example.step, *microbatches[0])
-    local = pfeife.compose(
-        pfeife.shard(
-            KINDS[layout.kind], layout.members, unknown="gather", prices=member_prices(CPU_CORE)
-        ),
-        pfeife.fuse(),
-        pfeife.split_backward(),
-    )(flat)
+    if layout.members > 1:
+        prices = member_prices(CPU_CORE)
+        flat = pfeife.shard(KINDS[layout.kind], layout.members, unknown="gather", prices=prices)(
+            flat
+        )
+    local = pfeife.compose(pfeife.fuse(), pfeife.split_backward())(flat)
     local = pfeife.annotate(estimate(local, CPU_CORE))(local)
     plan = sched.plan(
         local,
@@ -130,7 +138,8 @@ def as_the_oracle(name: str, layout: Layout, schedule: str) -> bool:
         ranks=layout.stages,
         schedule=schedule,
     )
-    wrapped = pfeife.dp_wrap(pfeife.Mesh(layout.stages, layout.replicas))
+    replicas = pfeife.Replicas(layout.replicas, layout.shared_out)
+    wrapped = pfeife.dp_wrap(pfeife.Mesh(layout.stages, layout.replicas), replicas)
     ranks = pfeife.compose(pfeife.apply(plan), wrapped)(local)
     lowered = sched.verify_schedule(sched.lower(plan.schedule, ranks))
     state = pfeife.state_of(ranks, example.model)
@@ -165,13 +174,14 @@ def beside_one_device(name: str, layout: Layout, schedule: str) -> tuple[float, 
     """The largest difference, and the narrowest type of what is computed."""
     example, batches = drawn(name, layout)
     plain, _ = drawn(name, layout)
+    cut = KINDS[layout.kind]
     step = pfeife.compile(
         example.step,
         in_dims=example.in_dims,
         microbatches=MICROBATCHES,
-        members=layout.members,
-        parallel=KINDS[layout.kind],
+        **({"members": layout.members, "parallel": cut} if layout.members > 1 else {}),
         replicas=layout.replicas,
+        data_parallel=layout.shared_out,
         schedule=schedule,
         loss_reduction="mean",
         progress=False,

@@ -281,16 +281,20 @@ def test_a_forward_alone_of_a_step_that_switches_gradients_on():
 
 def test_threads_that_capture_at_once():
     """One after another: a capture changes parts of torch for a while."""
+    # Made before: a thread that draws while another one captures moves the generator that a step
+    # must leave alone.
+    nets = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)) for _ in range(8)]
+    batch = torch.randn(3, 4)
 
     def captured(index: int) -> int:
-        net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+        net = nets[index]
 
         def step(x):
             scale = 2.0 if torch.compiler.is_compiling() else 3.0
             return (net(x) * scale).square().mean() + index
 
         door = "trace" if index % 2 else "dynamo"
-        return len(pfeife.capture(step, torch.randn(3, 4), door=door).inputs)
+        return len(pfeife.capture(step, batch, door=door).inputs)
 
     kept = torch.nn.Module._apply, torch.SymInt.__repr__, max, min
     with ThreadPoolExecutor(4) as pool:

@@ -83,7 +83,9 @@ class Runs:
         if seeded:
             raise ValueError(
                 "the step seeds torch's default generator, or draws from it for tensors that do "
-                "not depend on its arguments: seed outside of the step"
+                "not depend on its arguments: seed outside of the step. (Where it does neither, "
+                "another thread has drawn meanwhile, whose numbers come again: have it wait until "
+                "the step is captured)"
             )
         self._check_stand_ins()
         fixed = self.opening.fixed()
