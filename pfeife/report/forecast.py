@@ -1,6 +1,6 @@
 """The forecast of a plan, from its programs and its predicted timeline."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -154,20 +154,19 @@ def waits_of(
 
 def _doing(
     event: Event, stage_ranks: Sequence[int], telling: Mapping[tuple[int, Kind], float]
-) -> Iterator[tuple[str, str, float]]:
+) -> list[tuple[str, str, float]]:
     """What is done, of which kind that is, and for which share of the event."""
-    action = event.action
+    action, rank = event.action, event.rank
     if action.do in RECEIVES and action.peer is not None:
         source = stage_ranks[action.peer]
-        yield f"the link from rank {source} to rank {event.rank} carries messages", "messages", 1.0
-    elif action.do == Do.REDUCE_GRAD:
-        yield f"rank {event.rank} reduces gradients", "reduces", 1.0
-    elif action.do in SENDS:
-        yield f"rank {event.rank} sends", "messages", 1.0
-    elif action.do.kind:
-        told = telling.get((action.stage, action.do.kind), 0.0)
-        yield f"rank {event.rank} computes", "computes", 1.0 - told
-        if told:
-            yield f"members of rank {event.rank} tell one another", "members", told
-    else:
-        yield f"rank {event.rank}: {action.do.words}", "computes", 1.0
+        return [(f"the link from rank {source} to rank {rank} carries messages", "messages", 1.0)]
+    if action.do == Do.REDUCE_GRAD:
+        return [(f"rank {rank} reduces gradients", "reduces", 1.0)]
+    if action.do in SENDS:
+        return [(f"rank {rank} sends", "messages", 1.0)]
+    if not action.do.kind:
+        return [(f"rank {rank}: {action.do.words}", "computes", 1.0)]
+    told = telling.get((action.stage, action.do.kind), 0.0)
+    computes = (f"rank {rank} computes", "computes", 1.0 - told)
+    members = (f"members of rank {rank} tell one another", "members", told)
+    return [computes, members] if told else [computes]

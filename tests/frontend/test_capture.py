@@ -279,6 +279,18 @@ def test_a_forward_alone_of_a_step_that_switches_gradients_on():
     assert not program.ports(Role.TANGENT)
 
 
+def test_a_thread_that_draws_while_another_captures():
+    """What it draws is put back with what a trace may have drawn: the step is refused."""
+
+    def step(x):
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(torch.randn, 3).result()
+        return x.square().mean()
+
+    with pytest.raises(ValueError, match="another thread has drawn"):
+        pfeife.capture(step, torch.randn(4, 3), door="trace")
+
+
 def test_threads_that_capture_at_once():
     """One after another: a capture changes parts of torch for a while."""
     # Made before: a thread that draws while another one captures moves the generator that a step
