@@ -19,7 +19,7 @@ from pfeife.data import plain
 from pfeife.ir.program import Program
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.distributed.process_group import join_world, leave_world
-from pfeife.runtime.distributed.world import World
+from pfeife.runtime.distributed.world.world import World
 
 DEVICE = torch.device("cpu")
 

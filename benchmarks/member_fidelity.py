@@ -36,7 +36,7 @@ from pfeife.cost.estimate import node_seconds
 from pfeife.cost.network import bench_network
 from pfeife.data.machine import Machine
 from pfeife.data.network import Network
-from pfeife.ir.copying import Copy, copied
+from pfeife.ir.editing.copying import Copy, copied
 from pfeife.ir.members import ALONE, MEANING
 from pfeife.ir.program import Program
 from pfeife.runtime.distributed.links.collectives import Collectives

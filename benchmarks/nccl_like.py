@@ -3,7 +3,7 @@
     python benchmarks/nccl_like.py                           # all faults, two at a time
     python benchmarks/nccl_like.py "an abort that blocks"    # one of them
 
-What the ranks say is printed as JSON; tests/runtime/distributed/test_world.py judges it.
+What the ranks say is printed as JSON; tests/runtime/distributed/world/test_world.py judges it.
 
 The groups stand in for torch's `ProcessGroupNCCL`, which this machine cannot run; all else is what
 runs on GPUs: real processes, their stores, signs of life and schedules. As NCCL's, a group connects
@@ -35,9 +35,11 @@ from faulty import Case, case
 from forked import Launch, Report
 
 from pfeife import _torch
-from pfeife.runtime.distributed import peers, process_group, transport, world
+from pfeife.runtime.distributed import process_group, transport
+from pfeife.runtime.distributed.control import peers
 from pfeife.runtime.distributed.liveness import ending
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
+from pfeife.runtime.distributed.world.world import world
 from pfeife.runtime.failure import PipelineError
 
 LONG = 600.0  # seconds

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from happens import Event, Recorder
 
+from pfeife.runtime.distributed.control.script_point import Script
 from pfeife.runtime.distributed.links.channels import Ends
 from pfeife.runtime.distributed.links.reducing import Reducer
 from pfeife.runtime.distributed.liveness.heartbeat import OUTSIDE, Activity
-from pfeife.runtime.distributed.served.script_point import Script
-from pfeife.runtime.distributed.world import World
+from pfeife.runtime.distributed.world.world import World
 
 
 class Queued(dist.Work):

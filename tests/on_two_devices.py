@@ -16,8 +16,8 @@ from torch import nn
 import pfeife
 from pfeife._torch import is_absent
 from pfeife.data.machine import Mesh
-from pfeife.frontend.deferred.gc_objects import living
 from pfeife.frontend.deferred.remote_batch import Absence, become_absent
+from pfeife.frontend.watch.gc_objects import living
 from pfeife.runtime.distributed.state.optimizer_probe import why_not_apart
 from pfeife.runtime.distributed.state.owned import Owned
 from pfeife.runtime.distributed.state.remote_parameters import Foreign

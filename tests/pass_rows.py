@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import fx
 
 import pfeife
-from pfeife.ir.rewrite import Operation
+from pfeife.ir.editing.rewrite import Operation
 from pfeife.passes import join_backward, shard
 from pfeife.testing import plans, tied_across
 

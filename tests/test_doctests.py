@@ -9,7 +9,7 @@ import torch
 
 import pfeife
 from pfeife import cost, sched
-from pfeife.ir.copying import copied
+from pfeife.ir.editing.copying import copied
 from pfeife.ir.messages import messages
 from pfeife.lowering.lower import chain, insert_actions
 from pfeife.lowering.problem import StageCosts, chain_edges

@@ -17,7 +17,7 @@ from pfeife.compilers.cuda_graphs import check_devices
 from pfeife.compilers.draws import draws
 from pfeife.frontend.cache.program_json import restore, store
 from pfeife.ir.digest import program_digest
-from pfeife.ir.infer_values import settle
+from pfeife.ir.editing.infer_values import settle
 from pfeife.ir.seeding import seeded
 from pfeife.lowering.channel import MOST, MOST_QUEUED
 from pfeife.passes.apply import passes_of

@@ -53,18 +53,49 @@ def layer(part: str) -> int:
     return next(index for index, names in enumerate(LAYERS) if part in names.split())
 
 
-def test_no_circle_of_files():
-    """Imports in functions, and for types alone, count."""
+def import_graph() -> nx.DiGraph:
+    """Which module imports which; imports in functions, and for types alone, count."""
     names = {".".join(("pfeife", *parts(path))).removesuffix(".__init__"): path for path in MODULES}
     graph = nx.DiGraph()
     for name, path in names.items():
         for node in ast.walk(ast.parse(path.read_text())):
             for read in imported(node) if isinstance(node, ast.Import | ast.ImportFrom) else ():
                 aliases = [alias.name for alias in node.names]
-                modules = {f"{read}.{one}" for one in aliases} & names.keys() or {read}
+                modules = {f"{read}.{alias}" for alias in aliases} & names.keys() or {read}
                 graph.add_edges_from((name, module) for module in modules & names.keys() - {name})
-    circles = [sorted(one) for one in nx.strongly_connected_components(graph) if len(one) > 1]
-    assert graph.number_of_edges() > 1000 and not circles
+    return graph
+
+
+IMPORTS = import_graph()
+
+
+def circles(graph: nx.DiGraph) -> list[list[str]]:
+    return [sorted(part) for part in nx.strongly_connected_components(graph) if len(part) > 1]
+
+
+def test_no_circle_of_files():
+    assert IMPORTS.number_of_edges() > 1000 and not circles(IMPORTS)
+
+
+def rooms(folder: str) -> nx.DiGraph:
+    """The files and folders in a folder, and which imports of which."""
+    inside = {name: name.removeprefix(f"{folder}.").split(".")[0] for name in IMPORTS}
+    inside = {name: room for name, room in inside.items() if name.startswith(f"{folder}.")}
+    edges = {(inside[a], inside[b]) for a, b in IMPORTS.edges if a in inside and b in inside}
+    graph = nx.DiGraph((a, b) for a, b in edges if a != b)
+    graph.add_nodes_from(inside.values())
+    return graph
+
+
+@pytest.mark.parametrize(
+    "folder", sorted({name.rpartition(".")[0] for name in IMPORTS} - {"", "pfeife"})
+)
+def test_a_folder_has_few_layers(folder):
+    """Its files and folders stand in layers, seven at most where there are more than 14 of them.
+    Those of the package as a whole are LAYERS."""
+    graph = rooms(folder)
+    assert not circles(graph)
+    assert len(graph) <= 14 or nx.dag_longest_path_length(graph) < 7
 
 
 def test_no_folder_is_over_its_budget():

@@ -11,9 +11,10 @@ from torch import fx, nn
 
 import pfeife
 from pfeife import sched
-from pfeife.frontend import ports
+from pfeife.frontend.aot import ports
 from pfeife.frontend.cache import program_json
-from pfeife.ir import infer_values, microbatch
+from pfeife.ir import microbatch
+from pfeife.ir.editing import infer_values
 from pfeife.ir.microbatch import named_batch
 from pfeife.ir.verify import verify
 from pfeife.lowering import wiring

@@ -34,7 +34,7 @@ from pfeife.runtime.distributed.links.reducing import Reducing, Route  # noqa: E
 from pfeife.runtime.distributed.pipeline import DistributedPipeline  # noqa: E402
 from pfeife.runtime.distributed.process_group import join_world, leave_world  # noqa: E402
 from pfeife.runtime.distributed.state.remote_gradients import is_here  # noqa: E402
-from pfeife.runtime.distributed.world import World  # noqa: E402
+from pfeife.runtime.distributed.world.world import World  # noqa: E402
 from pfeife.runtime.failure import Failure  # noqa: E402
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -2,12 +2,10 @@
 
 `step` is the way of a call of `pfeife.compile`, whose result is in `pipelined`, `entry` that of
 torch.compile's, `settings/` what may be asked for. Read these first; `doors/` are how a step
-becomes a graph, `step_modules` is what a step is, reads and returns, `graphs` has a graph of a
-microbatch, `batched_graph` one of the whole batch, and `steps` what is built of either.
-`call_texts` is what ranks compare of a call, `context` what all steps share, `graph_breaks` and
-`graph_break_steps` are for a step which Dynamo has broken.
-`building/` makes a pipeline of a graph, `calls/` runs it, `state/` saves and loads what it trains;
-`explain` says what would become of a step, `reporting` shows what did.
+becomes one of its `graphs/`, `step_modules` is what a step is, reads and returns, `steps` what is
+built of a graph, and `graph_break_steps` of those of a step which Dynamo has broken.
+`building/` makes a pipeline of a graph, `calls/` runs it, `shared/` is what all steps share,
+`state/` saves and loads what they train; `explain` says what would become of a step.
 """
 
 import sys

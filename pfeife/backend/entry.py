@@ -7,12 +7,12 @@ from torch import fx
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pfeife import _torch
-from pfeife.backend.batched_graph import BatchedGraph
-from pfeife.backend.context import Context
 from pfeife.backend.graph_break_steps import PieceSteps
-from pfeife.backend.graph_breaks import Piece
+from pfeife.backend.graphs.batched_graph import BatchedGraph
+from pfeife.backend.graphs.graph_breaks import Piece
 from pfeife.backend.settings.options import Options, options_from
 from pfeife.backend.settings.options_typed import with_options
+from pfeife.backend.shared.context import Context
 from pfeife.backend.step_modules import hooks_of
 from pfeife.backend.steps import Steps
 from pfeife.frontend.arguments import text_of

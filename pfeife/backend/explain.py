@@ -13,15 +13,15 @@ from pfeife import _torch, report
 from pfeife.backend.building.compiled import Compiled
 from pfeife.backend.entry import Backend, backend
 from pfeife.backend.graph_break_steps import PieceSteps
-from pfeife.backend.graph_breaks import Part, share_of
+from pfeife.backend.graphs.graph_breaks import Part, share_of
 from pfeife.backend.settings.options import Options
 from pfeife.backend.step import CompiledStep
 from pfeife.backend.steps import Steps
 from pfeife.cost import assumed_rates
 from pfeife.data.progress import Shown
 from pfeife.frontend.captured import Door, RefusedByBoth, taken
-from pfeife.frontend.checks.restore import untouched
 from pfeife.frontend.dynamo import plain_error
+from pfeife.frontend.watch.restore import untouched
 from pfeife.ir.flops import node_flops
 from pfeife.ir.nodes import node_bytes, source_line
 from pfeife.ir.parts import Assumption, Kind

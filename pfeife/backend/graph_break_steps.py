@@ -10,16 +10,16 @@ import torch
 from pfeife.backend.building.build import estimated_seconds
 from pfeife.backend.building.builder import Builder
 from pfeife.backend.building.compiled import Compiled
-from pfeife.backend.context import Context
-from pfeife.backend.graph_breaks import Part, Parts, Piece
+from pfeife.backend.graphs.graph_breaks import Part, Parts, Piece
 from pfeife.backend.settings.options import Options
+from pfeife.backend.shared.context import Context
 from pfeife.backend.steps import Steps, is_trained
 from pfeife.data.progress import Shown, shown
 from pfeife.ir.parts import Role
 from pfeife.runtime.distributed.batches.rank_zero import Sent
 from pfeife.runtime.distributed.process_group import world_so_far
 from pfeife.runtime.distributed.state.owned import least_loaded
-from pfeife.runtime.distributed.world import World
+from pfeife.runtime.distributed.world.world import World
 from pfeife.runtime.failure import CollectiveError
 
 log = logging.getLogger("pfeife")

@@ -9,10 +9,10 @@ from typing import Any, Generic, ParamSpec, Protocol, Self, TypeVar, cast
 import torch
 
 from pfeife.backend.entry import Backend
-from pfeife.backend.reporting import write_report
 from pfeife.backend.settings.brief import Brief
 from pfeife.backend.settings.options import Options
 from pfeife.backend.settings.options_typed import Q, with_help
+from pfeife.backend.shared.reporting import write_report
 
 P = ParamSpec("P")
 R = TypeVar("R")

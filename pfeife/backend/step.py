@@ -35,7 +35,7 @@ from pfeife.frontend.dynamo import plain_error
 from pfeife.runtime.distributed.batches.rank_zero import CallOfRankZero, Sent
 from pfeife.runtime.distributed.parallelised import with_cuts
 from pfeife.runtime.distributed.process_group import join_world, world_so_far
-from pfeife.runtime.distributed.world import World
+from pfeife.runtime.distributed.world.world import World
 from pfeife.runtime.distributed.wrapped import check_alone
 from pfeife.runtime.failure import CollectiveError, PipelineError
 

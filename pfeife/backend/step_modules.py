@@ -9,8 +9,8 @@ from torch.utils import _pytree as pytree
 from pfeife import _torch
 from pfeife.frontend.arguments import Given
 from pfeife.frontend.batch import Leaf, fields_of
-from pfeife.frontend.trace.guards import Guard
-from pfeife.frontend.trace.reachable_state import Part, Places
+from pfeife.frontend.watch.guards import Guard
+from pfeife.frontend.watch.reachable_state import Part, Places
 
 
 def numbers_in(result: Any) -> Iterator[int | float]:

@@ -18,19 +18,19 @@ from pfeife.backend.building.build import build_step
 from pfeife.backend.building.builder import Builder
 from pfeife.backend.building.compiled import Compiled
 from pfeife.backend.building.residence import may_move
-from pfeife.backend.call_texts import CallTexts, changes, why_once_more
 from pfeife.backend.calls.autograd import run_step
+from pfeife.backend.calls.call_texts import CallTexts, changes, why_once_more
 from pfeife.backend.calls.inplace_inputs import agree_on_changed
-from pfeife.backend.context import Context
-from pfeife.backend.graphs import Graph
+from pfeife.backend.graphs.step_graph import Graph
 from pfeife.backend.settings.options import Options
+from pfeife.backend.shared.context import Context
 from pfeife.data.progress import Shown, shown
 from pfeife.frontend.arguments import Argument
 from pfeife.ir.parts import Role
 from pfeife.runtime.distributed.batches.rank_zero import Sent
 from pfeife.runtime.distributed.process_group import join_world
-from pfeife.runtime.distributed.state.state_sync import agree_on, news_of
-from pfeife.runtime.distributed.world import World
+from pfeife.runtime.distributed.world.state_sync import agree_on, news_of
+from pfeife.runtime.distributed.world.world import World
 from pfeife.runtime.distributed.wrapped import check_alone
 from pfeife.runtime.failure import CollectiveError, PipelineError
 

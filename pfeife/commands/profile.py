@@ -29,7 +29,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> str:
     """A row for every kind of action, and both timelines."""
     from pfeife import report
-    from pfeife.backend.reporting import measured, page_of
+    from pfeife.backend.shared.reporting import measured, page_of
     from pfeife.backend.step import compile as compiled_step
     from pfeife.commands.answers import writable, write
     from pfeife.commands.models import asked

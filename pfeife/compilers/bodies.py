@@ -15,8 +15,8 @@ from pfeife.compilers.open_sizes import is_open
 from pfeife.compilers.piece import COMPILERS, Compiler, Run, compile_piece, example, fingerprint
 from pfeife.compilers.piece import inputs as inputs_of
 from pfeife.data.progress import Progress
-from pfeife.ir.absorb import absorb
-from pfeife.ir.copying import Copy, copied
+from pfeife.ir.editing.absorb import absorb
+from pfeife.ir.editing.copying import Copy, copied
 from pfeife.ir.nodes import (
     find_node,
     has_effects,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from pfeife.ir.copying import Copy, copied_part
+from pfeife.ir.editing.copying import Copy, copied_part
 from pfeife.ir.members import MEANING
 from pfeife.ir.nodes import returned
 from pfeife.ir.seeding import seeded

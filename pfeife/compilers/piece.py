@@ -11,7 +11,7 @@ from torch import fx
 
 from pfeife import _torch
 from pfeife.compilers.open_sizes import compile_open, is_open
-from pfeife.ir.copying import copied
+from pfeife.ir.editing.copying import copied
 from pfeife.ir.nodes import attribute, returned
 from pfeife.ir.seeding import seeded
 

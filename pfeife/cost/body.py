@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from pfeife.compilers.piece import inputs
-from pfeife.ir.absorb import absorb
+from pfeife.ir.editing.absorb import absorb
 from pfeife.ir.members import MEANING, scratch
 from pfeife.ir.messages import call_of, holders
 from pfeife.ir.nodes import node_bytes, receive, returned, value_of

@@ -22,7 +22,7 @@ from pfeife.cost.body import CUDA_BLOCK, Body
 from pfeife.cost.cache import Measured, find, keep
 from pfeife.data.plan import Costs
 from pfeife.data.progress import Progress
-from pfeife.ir.absorb import absorb
+from pfeife.ir.editing.absorb import absorb
 from pfeife.ir.nodes import is_number, is_sized_by_data, node_bytes, returned, source_line, value_of
 from pfeife.ir.parts import Call, Kind, Role
 from pfeife.ir.program import Program

@@ -19,7 +19,7 @@ from pfeife.cost.sized import Ledger, SizedBody, SizedMessages, Value
 from pfeife.data.optimizers import Optimizer, optimizer_bytes
 from pfeife.data.schedule import Action, Schedule
 from pfeife.data.timeline import MemoryCurve, MemoryPoint
-from pfeife.ir.absorb import absorb
+from pfeife.ir.editing.absorb import absorb
 from pfeife.ir.flops import underflows
 from pfeife.ir.messages import holders
 from pfeife.ir.parts import STATE_ROLES, Port, Role, captured_sizes

@@ -17,7 +17,7 @@ from pfeife.lowering.envelope import Envelope, Layout
 from pfeife.runtime.distributed.links.buffers import Buffers
 from pfeife.runtime.distributed.links.channels import Incoming, Outgoing, Works
 from pfeife.runtime.distributed.process_group import join_world
-from pfeife.runtime.distributed.world import World
+from pfeife.runtime.distributed.world.world import World
 
 _LEAST = 0.01  # of what a message takes, that one takes more which is as much larger
 SIZES = tuple(4**power for power in range(5, 13))  # 1 KiB to 16 MiB

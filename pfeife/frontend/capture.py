@@ -12,6 +12,7 @@ from torch import fx
 
 from pfeife import _torch
 from pfeife.data.progress import Progress
+from pfeife.frontend.aot.joint import trace
 from pfeife.frontend.arguments import Given, Inputs
 from pfeife.frontend.batch import Arguments, Cutter
 from pfeife.frontend.cache.capture_cache import Folder
@@ -20,7 +21,6 @@ from pfeife.frontend.deferred.tensors import deferred_tensors, prepare
 from pfeife.frontend.describe import describe
 from pfeife.frontend.dynamo import copied, dynamo_forward, dynamo_graph
 from pfeife.frontend.forward import Forward
-from pfeife.frontend.joint import trace
 from pfeife.frontend.results import Loss
 from pfeife.frontend.rows.by_running import Sample
 from pfeife.frontend.rows.reductions import Larger, LossReduction, derive_reductions

@@ -8,8 +8,8 @@ import torch
 
 from pfeife.frontend.arguments import Kept
 from pfeife.frontend.results import Key, Leaf, label
-from pfeife.frontend.trace.data_writes import OwnBackward
-from pfeife.frontend.trace.user_lines import is_torchs
+from pfeife.frontend.watch.data_writes import OwnBackward
+from pfeife.frontend.watch.user_lines import is_torchs
 from pfeife.ir.parts import Port, Role
 from pfeife.ir.program import Program
 from pfeife.ir.sizes import broken_limit, sizes_of_shapes

@@ -22,8 +22,8 @@ from pfeife.frontend.arguments import (
     unique_name,
     with_names_of_sizes,
 )
-from pfeife.frontend.checks.foreign_generators import check_draws
-from pfeife.frontend.trace.data_writes import check_given
+from pfeife.frontend.watch.data_writes import check_given
+from pfeife.frontend.watch.foreign_generators import check_draws
 from pfeife.ir.nodes import returned
 from pfeife.ir.parts import Role
 

@@ -9,7 +9,7 @@ from torch import fx
 from pfeife import _torch
 from pfeife.frontend.forward import Forward
 from pfeife.frontend.results import leaves_of
-from pfeife.frontend.trace.data_writes import WritingData, check_writes
+from pfeife.frontend.watch.data_writes import WritingData, check_writes
 from pfeife.ir.nodes import returned
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from pfeife import _torch
 from pfeife.frontend.batch import fields_of, key_of
-from pfeife.frontend.trace.reachable_state import SIMPLE
+from pfeife.frontend.watch.reachable_state import SIMPLE
 from pfeife.ir.nodes import returned
 
 Key = int | str | tuple[int | str, ...]

@@ -3,11 +3,9 @@
 `program` has the value (an fx graph with named ports; ports, calls and its fields are in `parts`),
 `verify` checks its form, `evaluate` runs it at every level, in one process: `microbatch` says what
 one microbatch is, `combine` how they come together. Read these first. `nodes` is what is asked of
-one node, `copying` copies graphs node by node, of which all passes are made, `messages` says who
-makes and reads what, and what goes from rank to rank, `members` what those tell one another that
-share the work of a stage, `flops` counts operations, `sizes` says what
-those of a batch are in a call, `rewrite` edits copies, `infer_values` finishes what somebody has
-edited, `outline` turns groups of nodes into calls of bodies, `absorb` puts nodes that stand between
-calls into bodies, `seeding` says how random numbers are drawn, `source` writes a program as Python,
+one node, `editing/` changes graphs, `messages` says who makes and reads what, and what goes from
+rank to rank, `members` what those tell one another that share the work of a stage, `flops` counts
+operations, `sizes` says what those of a batch are in a call, `outline` turns groups of nodes into
+calls of bodies, `seeding` says how random numbers are drawn, `source` writes a program as Python,
 `digest` tells programs apart by a text.
 """

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from pfeife.ir.absorb import absorb
+from pfeife.ir.editing.absorb import absorb
 from pfeife.ir.nodes import is_source
 from pfeife.ir.parts import Kind, ProgramBase, Role
 from pfeife.ir.sizes import numbers_of_sizes

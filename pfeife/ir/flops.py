@@ -8,7 +8,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from pfeife import _torch
-from pfeife.ir.absorb import absorb
+from pfeife.ir.editing.absorb import absorb
 from pfeife.ir.nodes import value_of
 from pfeife.ir.parts import Kind, ProgramBase
 from pfeife.ir.seeding import seeded

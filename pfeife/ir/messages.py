@@ -8,7 +8,7 @@ import attrs
 import networkx as nx
 from torch import fx
 
-from pfeife.ir.absorb import absorb
+from pfeife.ir.editing.absorb import absorb
 from pfeife.ir.flops import graph_flops, node_flops
 from pfeife.ir.nodes import is_source, node_bytes, receive, returned, send
 from pfeife.ir.parts import Call, Kind, ProgramBase, Role

@@ -14,8 +14,8 @@ import attrs
 import torch
 from torch import fx
 
-from pfeife.ir.absorb import absorb
-from pfeife.ir.copying import Copy, copied, copied_part
+from pfeife.ir.editing.absorb import absorb
+from pfeife.ir.editing.copying import Copy, copied, copied_part
 from pfeife.ir.nodes import attribute, is_number, is_source, receive, returned, send, source_line
 from pfeife.ir.parts import STATE_ROLES, AProgram, Call, Kind, ProgramBase, Role
 

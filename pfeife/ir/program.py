@@ -13,11 +13,11 @@ import networkx as nx
 import torch
 from torch import fx
 
-from pfeife.ir.copying import copied
+from pfeife.ir.editing.copying import copied
+from pfeife.ir.editing.rewrite import Edit, Rewrite, Where, edit, replace, rewrite
 from pfeife.ir.messages import to_networkx
 from pfeife.ir.nodes import output_node, value_of
 from pfeife.ir.parts import Port, ProgramBase, Role
-from pfeife.ir.rewrite import Edit, Rewrite, Where, edit, replace, rewrite
 from pfeife.ir.source import source
 
 

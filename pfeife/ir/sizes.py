@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from pfeife import _torch
-from pfeife.ir.copying import Copy, copied
+from pfeife.ir.editing.copying import Copy, copied
 from pfeife.ir.nodes import is_number, is_source
 from pfeife.ir.parts import AProgram, Role, captured_sizes
 

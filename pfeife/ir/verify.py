@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from pfeife import _torch
-from pfeife.ir.absorb import misplaced
+from pfeife.ir.editing.absorb import misplaced
 from pfeife.ir.nodes import is_source, receive, returned, send, value_of
 from pfeife.ir.parts import INPUT_ROLES, AProgram, ProgramBase, Role
 

@@ -8,7 +8,7 @@ from torch import fx
 
 from pfeife import _torch
 from pfeife.data.schedule import RECEIVES, SENDS, Action, Do
-from pfeife.ir.absorb import absorb
+from pfeife.ir.editing.absorb import absorb
 from pfeife.ir.messages import Message, messages
 from pfeife.ir.nodes import find_node, is_sized_by_data, returned
 from pfeife.ir.outline import own_results

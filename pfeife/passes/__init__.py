@@ -8,7 +8,7 @@ puts passes together and keeps what each has made, `apply` puts those together t
 `changes` says what one has changed.
 """
 
-from pfeife.ir.absorb import absorb
+from pfeife.ir.editing.absorb import absorb
 from pfeife.passes.annotate import annotate
 from pfeife.passes.apply import apply, passes_of
 from pfeife.passes.changes import Totals, difference, totals

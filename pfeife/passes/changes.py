@@ -10,7 +10,7 @@ import attrs
 from torch import fx
 
 from pfeife.data.units import duration, flops, size
-from pfeife.ir.absorb import absorb
+from pfeife.ir.editing.absorb import absorb
 from pfeife.ir.flops import flops_of
 from pfeife.ir.messages import messages, origins
 from pfeife.ir.nodes import node_bytes, receive, send

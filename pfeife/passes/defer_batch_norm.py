@@ -8,7 +8,7 @@ import attrs
 import torch
 from torch import fx
 
-from pfeife.ir.copying import Copy, copied
+from pfeife.ir.editing.copying import Copy, copied
 from pfeife.ir.nodes import has_effects, is_sized_by_data, returned, sizes_of, source_line
 from pfeife.ir.parts import Port, Role, Tracked
 from pfeife.ir.program import Program

@@ -12,8 +12,8 @@ from torch import fx
 from pfeife.factors.equation import Equation, Label, Place, tensors_of
 from pfeife.factors.recipes import Part
 from pfeife.factors.ways import SUM, Way, Where, move_of
-from pfeife.ir.copying import Copy
-from pfeife.ir.infer_values import settle
+from pfeife.ir.editing.copying import Copy
+from pfeife.ir.editing.infer_values import settle
 from pfeife.ir.members import Split, part
 from pfeife.ir.nodes import (
     bound,

@@ -10,7 +10,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from pfeife import _torch
-from pfeife.ir.copying import Copy, copied
+from pfeife.ir.editing.copying import Copy, copied
 from pfeife.ir.nodes import (
     attribute,
     has_effects,

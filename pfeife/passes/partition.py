@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from pfeife.data.plan import Plan
-from pfeife.ir.copying import copied
+from pfeife.ir.editing.copying import copied
 from pfeife.ir.nodes import has_effects, is_number, is_source, returned, source_line
 from pfeife.ir.outline import Group, inline, outline, viewed
 from pfeife.ir.parts import Call, Kind, Port, Role

@@ -6,8 +6,8 @@ import attrs
 import torch
 from torch import fx
 
-from pfeife.ir.absorb import absorb
-from pfeife.ir.copying import Copy, copied
+from pfeife.ir.editing.absorb import absorb
+from pfeife.ir.editing.copying import Copy, copied
 from pfeife.ir.program import Program
 
 

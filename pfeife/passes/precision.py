@@ -6,8 +6,8 @@ import attrs
 import torch
 from torch import fx
 
-from pfeife.ir.copying import copied
-from pfeife.ir.infer_values import settle
+from pfeife.ir.editing.copying import copied
+from pfeife.ir.editing.infer_values import settle
 from pfeife.ir.nodes import returned
 from pfeife.ir.parts import Port, Role
 from pfeife.ir.program import Program

@@ -8,7 +8,7 @@ import attrs
 from torch import fx
 
 from pfeife.data.plan import Plan
-from pfeife.ir.copying import Copy, copied
+from pfeife.ir.editing.copying import Copy, copied
 from pfeife.ir.nodes import has_effects
 from pfeife.ir.outline import Group
 from pfeife.ir.parts import Kind, Role

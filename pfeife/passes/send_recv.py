@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Mapping
 import attrs
 from torch import fx
 
-from pfeife.ir.absorb import absorb
-from pfeife.ir.copying import Copy, copied
+from pfeife.ir.editing.absorb import absorb
+from pfeife.ir.editing.copying import Copy, copied
 from pfeife.ir.messages import holders, origins
 from pfeife.ir.nodes import receive, send
 from pfeife.ir.parts import Call, Kind, Reduction, Role

@@ -11,7 +11,7 @@ from pfeife.data.plan import Plan
 from pfeife.data.schedule import RECEIVES
 from pfeife.data.timeline import MemoryCurve, Timeline
 from pfeife.data.units import size
-from pfeife.ir.absorb import absorb
+from pfeife.ir.editing.absorb import absorb
 from pfeife.ir.nodes import receive, send
 from pfeife.ir.parts import Role
 from pfeife.ir.program import Program

@@ -8,8 +8,8 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from pfeife.data.schedule import Schedule
-from pfeife.ir.absorb import absorb
 from pfeife.ir.combine import loss_divisors, loss_tangents
+from pfeife.ir.editing.absorb import absorb
 from pfeife.ir.evaluate import Result, State
 from pfeife.ir.microbatch import named_batch, step_inputs
 from pfeife.ir.program import Program

@@ -10,8 +10,8 @@ from torch import fx, nn
 from pfeife.data.plan import Plan
 from pfeife.ir.combine import combined
 from pfeife.ir.digest import fingerprint
+from pfeife.ir.editing.infer_values import settle
 from pfeife.ir.evaluate import Result, State, as_computed, evaluate
-from pfeife.ir.infer_values import settle
 from pfeife.ir.members import Each, Lockstep
 from pfeife.ir.microbatch import named_batch, step_inputs
 from pfeife.ir.nodes import is_sized_by_data, value_of

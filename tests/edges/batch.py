@@ -18,7 +18,7 @@ from torch import nn
 
 import pfeife
 from pfeife._torch import is_absent
-from pfeife.backend.graphs import MicrobatchGraph
+from pfeife.backend.graphs.step_graph import MicrobatchGraph
 from pfeife.testing import eager_accumulation, own_gradients
 
 

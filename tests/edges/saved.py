@@ -18,8 +18,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import pfeife
 from edges.state import PAIR, Tied, accumulated, refused, rows
+from pfeife.runtime.distributed.control.posting import leave
 from pfeife.runtime.distributed.process_group import join_world
-from pfeife.runtime.distributed.served.posting import leave
 from pfeife.runtime.failure import Failure
 
 

@@ -12,9 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pfeife
 from pfeife import Role
+from pfeife.frontend.aot.joint import trace
 from pfeife.frontend.batch import Cutter
 from pfeife.frontend.capture import _Doors
-from pfeife.frontend.joint import trace
 from pfeife.testing import assert_same, eager_accumulation
 
 

@@ -18,15 +18,15 @@ from pfeife.ir.parts import Call, Role
 from pfeife.ir.program import Program
 from pfeife.lowering.channel import MOST_QUEUED
 from pfeife.runtime import interpret
-from pfeife.runtime.distributed import peers
 from pfeife.runtime.distributed.batches.rank_zero import CallOfRankZero
+from pfeife.runtime.distributed.control import peers
+from pfeife.runtime.distributed.control.script_point import Script
 from pfeife.runtime.distributed.links.channels import Ends
 from pfeife.runtime.distributed.links.cuda_launch import MOST_QUEUES
 from pfeife.runtime.distributed.links.reducing import Reducer
 from pfeife.runtime.distributed.liveness.heartbeat import Activity
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
-from pfeife.runtime.distributed.served.script_point import Script
-from pfeife.runtime.distributed.world import World
+from pfeife.runtime.distributed.world.world import World
 from pfeife.runtime.failure import Failure
 from strict.cuda import CUDA, host_here, on_cuda, replaced
 from strict.gloo import GlooGroup

@@ -27,7 +27,7 @@ from pfeife.backend.building.own_passes import guarded
 from pfeife.backend.building.planning import Planned, Planning, costs_of, planned, scheduling
 from pfeife.backend.building.residence import devices_of
 from pfeife.backend.building.task import Task
-from pfeife.backend.graphs import Graph
+from pfeife.backend.graphs.step_graph import Graph
 from pfeife.backend.settings.declared import declared_sizes, with_marks
 from pfeife.backend.settings.option_checks import boundaries, described
 from pfeife.backend.settings.options import Options
@@ -49,8 +49,8 @@ from pfeife.passes import annotate, fuse, place, record, split_backward
 from pfeife.passes.apply import passes_of
 from pfeife.passes.compose import History, Recorded
 from pfeife.report import Target
-from pfeife.runtime.distributed.agreement import comparable
-from pfeife.runtime.distributed.world import World
+from pfeife.runtime.distributed.control.agreement import comparable
+from pfeife.runtime.distributed.world.world import World
 from pfeife.runtime.failure import CollectiveError
 from pfeife.sched.by_family import splits
 

@@ -15,7 +15,7 @@ from pfeife.data.machine import Machine, Mesh
 from pfeife.data.network import Network
 from pfeife.ir.parts import Role
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
-from pfeife.runtime.distributed.world import World
+from pfeife.runtime.distributed.world.world import World
 from pfeife.runtime.failure import CollectiveError
 
 log = logging.getLogger("pfeife")

@@ -14,7 +14,7 @@ from pfeife.ir.parts import Role
 from pfeife.ir.program import Program
 from pfeife.passes import accumulate_in, defer_batch_norm, master_weights, record
 from pfeife.passes.compose import History, Pass
-from pfeife.runtime.distributed.together import together
+from pfeife.runtime.distributed.world.together import together
 
 
 def capture(task: Task) -> tuple[Captured, History]:

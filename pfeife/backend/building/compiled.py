@@ -10,8 +10,8 @@ from typing import Any
 import attrs
 import torch
 
+from pfeife.backend.building.loss_scale import LossScale, loss_scale_of
 from pfeife.backend.building.planning import UNEVEN
-from pfeife.backend.calls.loss_scale import LossScale, loss_scale_of
 from pfeife.backend.settings.options import Options
 from pfeife.cost import estimate, memory_curves
 from pfeife.data.plan import Plan
@@ -28,7 +28,7 @@ from pfeife.passes import annotate
 from pfeife.passes.compose import History
 from pfeife.report import Target
 from pfeife.runtime.distributed.state.remote_parameters import UntrainedState
-from pfeife.runtime.distributed.world import World
+from pfeife.runtime.distributed.world.world import World
 from pfeife.runtime.failure import CollectiveError
 from pfeife.runtime.protocols import Pipeline
 from pfeife.sched.cutting.unevenness import unevenness

@@ -17,7 +17,7 @@ from pfeife.data.network import Network
 from pfeife.lowering.lower import lower
 from pfeife.lowering.predict import predict
 from pfeife.passes.apply import apply
-from pfeife.runtime.distributed.world import World
+from pfeife.runtime.distributed.world.world import World
 
 log = logging.getLogger("pfeife")
 

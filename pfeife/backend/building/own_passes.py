@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from pfeife.frontend.captured import Captured
-from pfeife.frontend.checks.deterministic import close
-from pfeife.ir.absorb import absorb
+from pfeife.frontend.watch.deterministic import close
 from pfeife.ir.digest import fingerprint
+from pfeife.ir.editing.absorb import absorb
+from pfeife.ir.editing.infer_values import settle
 from pfeife.ir.evaluate import Result, evaluate
-from pfeife.ir.infer_values import settle
 from pfeife.ir.parts import STATE_ROLES, Role
 from pfeife.ir.program import Program
 from pfeife.ir.verify import verify

@@ -22,7 +22,7 @@ from pfeife.ir.messages import holders
 from pfeife.ir.parts import Role
 from pfeife.ir.program import Program
 from pfeife.passes.compose import Passes
-from pfeife.runtime.distributed.world import World
+from pfeife.runtime.distributed.world.world import World
 from pfeife.sched import plan as make_plan
 from pfeife.sched.adopt_plan import adopted
 from pfeife.sched.by_family import Scheduling

@@ -10,7 +10,7 @@ import torch
 from pfeife.backend.building.artifacts import Artifacts
 from pfeife.backend.building.builder import Builder
 from pfeife.backend.building.planning import Planned
-from pfeife.backend.graphs import Graph
+from pfeife.backend.graphs.step_graph import Graph
 from pfeife.backend.settings.options import Options
 from pfeife.cost import default_machine
 from pfeife.data.machine import Machine, Mesh
@@ -21,7 +21,7 @@ from pfeife.ir.parts import Role
 from pfeife.ir.program import Program
 from pfeife.passes.compose import Passes
 from pfeife.report import Target
-from pfeife.runtime.distributed.world import World
+from pfeife.runtime.distributed.world.world import World
 
 
 @attrs.frozen(eq=False)

@@ -12,8 +12,8 @@ import torch
 from pfeife import _torch
 from pfeife.backend.building.compiled import Compiled
 from pfeife.backend.calls.call import Call, Ran, Results, Slots, as_backward, forward, tell
-from pfeife.backend.calls.meter import Meter
 from pfeife.backend.settings.options import Options
+from pfeife.backend.shared.meter import Meter
 from pfeife.data.progress import Shown
 from pfeife.ir.parts import Role
 from pfeife.ir.program import Program

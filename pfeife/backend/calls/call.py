@@ -9,14 +9,14 @@ import attrs
 import torch
 
 from pfeife.backend.building.compiled import Compiled
+from pfeife.backend.building.loss_scale import Again, Gradients
 from pfeife.backend.calls.inplace_inputs import write_changed
-from pfeife.backend.calls.loss_scale import Again, Gradients
-from pfeife.backend.calls.meter import Figures, Meter, figures_of
-from pfeife.backend.reporting import measure
 from pfeife.backend.settings.options import Options
+from pfeife.backend.shared.meter import Figures, Meter, figures_of
+from pfeife.backend.shared.reporting import measure
 from pfeife.data.progress import Progress, Shown
 from pfeife.frontend.microbatch import cut, join
-from pfeife.frontend.trace.value_guards import WrongAnswer
+from pfeife.frontend.watch.value_guards import WrongAnswer
 from pfeife.ir.combine import Divisor, divisors
 from pfeife.ir.evaluate import Result, State
 from pfeife.ir.parts import STATE_ROLES, Port, Role

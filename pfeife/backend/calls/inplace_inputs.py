@@ -12,8 +12,8 @@ import torch
 
 from pfeife.frontend.captured import Captured
 from pfeife.ir.parts import Role
-from pfeife.runtime.distributed.together import together
-from pfeife.runtime.distributed.world import World
+from pfeife.runtime.distributed.world.together import together
+from pfeife.runtime.distributed.world.world import World
 
 
 def agree_on_changed(captured: Captured, args: Sequence[Any], world: World | None) -> None:

@@ -22,12 +22,12 @@ from pfeife.backend.doors.doorway import Doorway, larger
 from pfeife.backend.doors.invocation import Invocation
 from pfeife.backend.step_modules import given_by, hooks_of
 from pfeife.frontend.arguments import Inputs
-from pfeife.frontend.checks.deterministic import Recorded
 from pfeife.frontend.checks.side_effects import check_again, check_settled
 from pfeife.frontend.describe import describe
 from pfeife.frontend.dynamo import copied, dynamo_forward, dynamo_graph
 from pfeife.frontend.forward import Forward
-from pfeife.frontend.trace.guards import Guard
+from pfeife.frontend.watch.deterministic import Recorded
+from pfeife.frontend.watch.guards import Guard
 from pfeife.ir.parts import Role
 from pfeife.runtime.failure import CollectiveError, PipelineError
 

@@ -13,15 +13,15 @@ import attrs
 
 from pfeife.backend.doors.doorway import Doorway, larger
 from pfeife.backend.doors.invocation import Invocation
-from pfeife.backend.graphs import NotOpen
+from pfeife.backend.graphs.step_graph import NotOpen
 from pfeife.backend.steps import Steps
 from pfeife.frontend.arguments import Inputs
 from pfeife.frontend.batch import Arguments, function_of
-from pfeife.frontend.checks.restore import set_states, torchs_states
 from pfeife.frontend.forward import Forward
 from pfeife.frontend.trace.open_sizes import open_places
 from pfeife.frontend.trace.traced import kind_of
 from pfeife.frontend.trace.tracing import Traced, traced
+from pfeife.frontend.watch.restore import set_states, torchs_states
 from pfeife.runtime.distributed.process_group import world_so_far
 from pfeife.runtime.failure import PipelineError
 

@@ -12,7 +12,7 @@ import torch
 from pfeife.backend.building.residence import residence
 from pfeife.backend.doors.invocation import Invocation, Run
 from pfeife.backend.entry import Backend
-from pfeife.backend.graphs import Losses, MicrobatchGraph
+from pfeife.backend.graphs.step_graph import Losses, MicrobatchGraph
 from pfeife.backend.steps import Steps
 from pfeife.frontend.arguments import Inputs
 from pfeife.frontend.batch import Arguments

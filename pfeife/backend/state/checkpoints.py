@@ -20,9 +20,9 @@ from pfeife.backend.state.restoring import (
 from pfeife.frontend.deferred.checkpoint_folder import Folder
 from pfeife.runtime.distributed.liveness.heartbeat import Activity
 from pfeife.runtime.distributed.process_group import join_world
-from pfeife.runtime.distributed.state.shares import all_state, share_of_model, share_of_optimizers
-from pfeife.runtime.distributed.state.writing import Writer, Writing, complete
-from pfeife.runtime.distributed.world import World
+from pfeife.runtime.distributed.world.shares import all_state, share_of_model, share_of_optimizers
+from pfeife.runtime.distributed.world.world import World
+from pfeife.runtime.distributed.world.writing import Writer, Writing, complete
 
 _STEP = "step"
 

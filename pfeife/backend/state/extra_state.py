@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pfeife.frontend.deferred.checkpoint_folder import Folder
-from pfeife.runtime.distributed.served.questions import decoded, encoded
+from pfeife.runtime.distributed.control.questions import decoded, encoded
 from pfeife.runtime.failure import CollectiveError
 
 BESIDE = "beside"

@@ -11,8 +11,8 @@ from pfeife.runtime.distributed.liveness.heartbeat import Activity
 from pfeife.runtime.distributed.process_group import world_so_far
 from pfeife.runtime.distributed.state.owned import Owned
 from pfeife.runtime.distributed.state.remote_gradients import is_here
-from pfeife.runtime.distributed.state.shares import all_state, owner_of
-from pfeife.runtime.distributed.world import World
+from pfeife.runtime.distributed.world.shares import all_state, owner_of
+from pfeife.runtime.distributed.world.world import World
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:

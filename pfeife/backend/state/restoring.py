@@ -13,8 +13,8 @@ from pfeife.frontend.deferred.checkpoint_files import check_shapes
 from pfeife.frontend.deferred.checkpoint_folder import Folder
 from pfeife.frontend.deferred.tensors import deferred_tensors, is_waiting
 from pfeife.runtime.distributed.process_group import world_so_far
-from pfeife.runtime.distributed.state.shares import name_in, owner_of, reading
-from pfeife.runtime.distributed.world import World
+from pfeife.runtime.distributed.world.shares import name_in, owner_of, reading
+from pfeife.runtime.distributed.world.world import World
 
 MODEL, OPTIMIZER = "model", "optim"
 _OPTIONS, _STATE = f"{OPTIMIZER}.param_groups.", f"{OPTIMIZER}.state."

@@ -15,9 +15,9 @@ from pfeife.backend.state.restoring import plain_name
 from pfeife.data import files
 from pfeife.runtime.distributed.liveness.heartbeat import Activity
 from pfeife.runtime.distributed.process_group import world_so_far
-from pfeife.runtime.distributed.state.shares import all_state, check_hooks, owner_of
-from pfeife.runtime.distributed.together import together
-from pfeife.runtime.distributed.world import World
+from pfeife.runtime.distributed.world.shares import all_state, check_hooks, owner_of
+from pfeife.runtime.distributed.world.together import together
+from pfeife.runtime.distributed.world.world import World
 
 INDEX = "model.safetensors.index.json"
 

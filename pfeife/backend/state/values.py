@@ -10,7 +10,7 @@ import torch
 from pfeife import report
 from pfeife.frontend.arguments import aliases
 from pfeife.frontend.deferred.tensors import deferred_tensors, is_waiting, make, prepare
-from pfeife.frontend.trace.reachable_state import Places
+from pfeife.frontend.watch.reachable_state import Places
 
 log = logging.getLogger("pfeife")
 

@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pfeife.frontend.arguments import Inputs
 from pfeife.frontend.deferred.remote_batch import LayoutAlone, absent
-from pfeife.frontend.trace.reachable_state import Places
+from pfeife.frontend.watch.reachable_state import Places
 from pfeife.ir.parts import Role
 
 

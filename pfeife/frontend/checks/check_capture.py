@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from pfeife.frontend.captured import Captured
-from pfeife.frontend.checks.deterministic import Draws, Recorded, close, counts_rows
 from pfeife.frontend.checks.runs import Named, Runs, Values
 from pfeife.frontend.forward import Forward
+from pfeife.frontend.watch.deterministic import Draws, Recorded, close, counts_rows
 from pfeife.ir.parts import Port, Role
 
 log = logging.getLogger("pfeife")

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from pfeife.frontend.captured import Captured
-from pfeife.frontend.checks.deterministic import Draws, close
 from pfeife.frontend.checks.runs import Runs
 from pfeife.frontend.forward import Forward
+from pfeife.frontend.watch.deterministic import Draws, close
 
 log = logging.getLogger("pfeife")
 

@@ -15,10 +15,10 @@ from torch import fx
 
 from pfeife import _torch
 from pfeife.frontend.captured import Captured
-from pfeife.frontend.checks.deterministic import Expected, Unseeded, close
-from pfeife.frontend.checks.restore import values_kept
 from pfeife.frontend.forward import Forward
-from pfeife.frontend.trace.value_guards import fails_elsewhere
+from pfeife.frontend.watch.deterministic import Expected, Unseeded, close
+from pfeife.frontend.watch.restore import values_kept
+from pfeife.frontend.watch.value_guards import fails_elsewhere
 from pfeife.ir.nodes import has_effects, source_line
 from pfeife.ir.parts import Port, Role
 from pfeife.ir.program import Program

@@ -15,10 +15,10 @@ from pfeife import _torch
 from pfeife._torch import is_absent
 from pfeife.frontend.arguments import Given, Inputs
 from pfeife.frontend.batch import Arguments, Leaf
-from pfeife.frontend.checks.restore import alike, torchs_generators
 from pfeife.frontend.deferred.tensors import check_values
 from pfeife.frontend.describe import describe
 from pfeife.frontend.dynamo import dynamo_graph
+from pfeife.frontend.watch.restore import alike, torchs_generators
 from pfeife.ir.nodes import returned
 
 

@@ -3,7 +3,6 @@
 `making` has both ends, making models and making their values; read it first. A `recording` sees
 what the constructor does, a `init_replay` has it and is replayed, `tensors` are its tensors until
 then, which a `checkpoint` may have (`checkpoint_files` knows its kinds, `checkpoint_folder` that of
-torch.distributed). All tensors, and all generators of numbers, are found among what is
-`gc_objects`. `remote_batch` are tensors whose values other ranks have, and what may be asked of
-them.
+torch.distributed). `remote_batch` are tensors whose values other ranks have, and what may be asked
+of them.
 """

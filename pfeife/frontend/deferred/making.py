@@ -15,9 +15,9 @@ from torch import nn
 from pfeife import _torch
 from pfeife.frontend.arguments import aliases
 from pfeife.frontend.deferred.checkpoint import shelve
-from pfeife.frontend.deferred.gc_objects import living
 from pfeife.frontend.deferred.recording import Recording, reading
 from pfeife.frontend.deferred.tensors import deferred_tensors, is_recorded, is_waiting, make
+from pfeife.frontend.watch.gc_objects import living
 
 
 @contextlib.contextmanager

@@ -22,8 +22,8 @@ from torch.utils import _pytree as pytree
 from pfeife import _torch
 from pfeife.frontend.deferred.init_replay import Operation, Tape, View
 from pfeife.frontend.deferred.tensors import Recipe, is_recorded, view_of
-from pfeife.frontend.trace.modes import Calls, Operations
-from pfeife.frontend.trace.user_lines import calling_line
+from pfeife.frontend.watch.modes import Calls, Operations
+from pfeife.frontend.watch.user_lines import calling_line
 
 _STATES = 0x7066656966650000  # seeds of the states that stand for those after draws
 _SEED = 8  # bytes

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from pfeife import _torch
 from pfeife._torch import OpOverload, is_absent, record_of
-from pfeife.frontend.deferred.gc_objects import living
+from pfeife.frontend.watch.gc_objects import living
 
 aten = torch.ops.aten
 Rule = Callable[["Absence", OpOverload, tuple, dict[str, Any]], Any]

@@ -18,10 +18,10 @@ import torch
 
 from pfeife import _torch
 from pfeife._torch import is_absent, record_of
-from pfeife.frontend.deferred.gc_objects import living
 from pfeife.frontend.deferred.init_replay import Source, View
 from pfeife.frontend.deferred.remote_batch import LayoutAlone
-from pfeife.frontend.trace.reachable_state import Places
+from pfeife.frontend.watch.gc_objects import living
+from pfeife.frontend.watch.reachable_state import Places
 
 _ENDS = (type, types.ModuleType, types.FrameType, types.CodeType)
 

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from pfeife import _torch
-from pfeife.frontend.checks.deterministic import Draws, Expected, Unseeded, close
+from pfeife.frontend.watch.deterministic import Draws, Expected, Unseeded, close
 from pfeife.ir.parts import Port
 from pfeife.ir.program import Program
 

@@ -11,11 +11,11 @@ from torch.utils import _pytree as pytree
 
 from pfeife import _torch
 from pfeife.frontend.arguments import fake_like
-from pfeife.frontend.trace.executed import Executed, pausing
-from pfeife.frontend.trace.guards import Guard
-from pfeife.frontend.trace.modes import Operations
-from pfeife.frontend.trace.reachable_state import SIMPLE, Change, Places, Slot, short
-from pfeife.frontend.trace.value_guards import Answering
+from pfeife.frontend.watch.executed import Executed, pausing
+from pfeife.frontend.watch.guards import Guard
+from pfeife.frontend.watch.modes import Operations
+from pfeife.frontend.watch.reachable_state import SIMPLE, Change, Places, Slot, short
+from pfeife.frontend.watch.value_guards import Answering
 
 
 @attrs.frozen(eq=False)

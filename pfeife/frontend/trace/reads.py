@@ -8,8 +8,8 @@ from torch import nn
 
 from pfeife.frontend.arguments import Argument, Inputs, Kept, aliases
 from pfeife.frontend.batch import Arguments
-from pfeife.frontend.trace.reachable_state import Places, Slot
 from pfeife.frontend.trace.traced import Read
+from pfeife.frontend.watch.reachable_state import Places, Slot
 from pfeife.ir.parts import Role
 
 

@@ -13,19 +13,19 @@ import torch
 from pfeife import _torch
 from pfeife.frontend.arguments import fake_like
 from pfeife.frontend.batch import Arguments
-from pfeife.frontend.checks.foreign_generators import drawing_line, refusal, watching
-from pfeife.frontend.checks.restore import alike, torchs_generators, values_kept
 from pfeife.frontend.deferred.tensors import check_values
 from pfeife.frontend.results import tensors_in
-from pfeife.frontend.trace.data_writes import OwnBackward, copied_data, refused_gradients
-from pfeife.frontend.trace.executed import Executed, noting
 from pfeife.frontend.trace.fake_run import FakeRun, Seen, kept_slots, resized, stand_ins
-from pfeife.frontend.trace.modes import Calls
 from pfeife.frontend.trace.open_sizes import Opening, Place
-from pfeife.frontend.trace.reachable_state import Change, Places, state_kept
 from pfeife.frontend.trace.traced import Warm, layout_of
-from pfeife.frontend.trace.user_lines import user_line
-from pfeife.frontend.trace.value_guards import Answering, Known, Noting, spelled
+from pfeife.frontend.watch.data_writes import OwnBackward, copied_data, refused_gradients
+from pfeife.frontend.watch.executed import Executed, noting
+from pfeife.frontend.watch.foreign_generators import drawing_line, refusal, watching
+from pfeife.frontend.watch.modes import Calls
+from pfeife.frontend.watch.reachable_state import Change, Places, state_kept
+from pfeife.frontend.watch.restore import alike, torchs_generators, values_kept
+from pfeife.frontend.watch.user_lines import user_line
+from pfeife.frontend.watch.value_guards import Answering, Known, Noting, spelled
 
 Step = Callable[..., Any]
 Told = Callable[[], AbstractContextManager[None]]  # while the step runs, of what it is told

@@ -12,11 +12,11 @@ from torch.utils import _pytree as pytree
 from pfeife.frontend.arguments import Argument, Inputs
 from pfeife.frontend.batch import Arguments, Leaf
 from pfeife.frontend.forward import Forward
-from pfeife.frontend.trace.guards import Guard
-from pfeife.frontend.trace.modes import Calls
 from pfeife.frontend.trace.open_sizes import OpenSizes
-from pfeife.frontend.trace.reachable_state import SIMPLE, Slot
-from pfeife.frontend.trace.value_guards import Noted, ValueGuard, WrongAnswer, fails_elsewhere
+from pfeife.frontend.watch.guards import Guard
+from pfeife.frontend.watch.modes import Calls
+from pfeife.frontend.watch.reachable_state import SIMPLE, Slot
+from pfeife.frontend.watch.value_guards import Noted, ValueGuard, WrongAnswer, fails_elsewhere
 from pfeife.ir.parts import Assumption
 
 Read = tuple[Leaf | Slot, ...]  # where the value of an argument is: all places of one tensor

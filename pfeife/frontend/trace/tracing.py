@@ -33,16 +33,16 @@ from pfeife.frontend.batch import Arguments, Leaf
 from pfeife.frontend.forward import Forward
 from pfeife.frontend.results import Leaf as Result
 from pfeife.frontend.results import tensors_in
-from pfeife.frontend.trace.data_writes import copied_data
 from pfeife.frontend.trace.fake_run import FakeRun, check_alike, check_steady, kept_slots
-from pfeife.frontend.trace.guards import Steering
 from pfeife.frontend.trace.open_sizes import Place
-from pfeife.frontend.trace.reachable_state import Slot, state_kept
 from pfeife.frontend.trace.reads import inputs_of, of_the_call, of_the_step
 from pfeife.frontend.trace.runs import Asks, Fixed, OfData, Runs, Step, plain_reason
 from pfeife.frontend.trace.traced import Read, Traced, Warm, check_rebuilt, kind_of
-from pfeife.frontend.trace.user_lines import noted as lines_noted
-from pfeife.frontend.trace.value_guards import Answering, Known, ValueGuard
+from pfeife.frontend.watch.data_writes import copied_data
+from pfeife.frontend.watch.guards import Steering
+from pfeife.frontend.watch.reachable_state import Slot, state_kept
+from pfeife.frontend.watch.user_lines import noted as lines_noted
+from pfeife.frontend.watch.value_guards import Answering, Known, ValueGuard
 
 log = logging.getLogger("pfeife")
 

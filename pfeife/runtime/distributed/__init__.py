@@ -1,14 +1,16 @@
 """A rank a process, over torch.distributed.
 
-`pipeline` runs a rank's schedule over `transport`; read these first, then `peers` (how the
-processes agree and wait for one another; `agreement` is a part of it), `world` (what they share)
-and `process_group` (how they find one another).
+`pipeline` runs a rank's schedule over `transport`; read these first, then `process_group` (how the
+processes find one another). The folders stand on one another:
 
-`links/` carries tensors from rank to rank, `liveness/` sees who is late or gone, `state/` keeps
-parameters, gradients and optimizers where they are trained, `served/` answers who asks for those of
-another rank, `batches/` has what ranks are given. `batch_norms` joins what those of replicas have
-found. Tensors that travel together are a message by `packing`. What all ranks do or none is done
-`together`. `whole_state` tells members of a group their parts of what one of them keeps.
+    batches/     what ranks are given
+    world/       what they share, and what they tell one another of it before a step
+    served/      what they ask one another for
+    state/       parameters, gradients and optimizers where they are trained
+    control/     how they agree, wait for one another and stop together
+    links/       tensors from rank to rank      liveness/    who is late or gone
+
+In short: `batches/`, `world/`, `served/`, `state/`, `control/`, `links/`, `liveness/`.
 `parallelised` and `fully_sharded` take models that are cut over ranks already, `wrapped` refuses
 those that DDP or FSDP distributes.
 """

@@ -24,7 +24,7 @@ from pfeife.runtime.distributed.fully_sharded import (
     ranks_of,
 )
 from pfeife.runtime.distributed.process_group import join_world, joined
-from pfeife.runtime.distributed.together import together
+from pfeife.runtime.distributed.world.together import together
 from pfeife.runtime.distributed.wrapped import is_wrapped
 
 Cut = tuple[int, Place | None]

@@ -17,16 +17,16 @@ from pfeife.ir.microbatch import Counted, counts_of
 from pfeife.ir.parts import Port, Role
 from pfeife.ir.program import Program
 from pfeife.lowering.envelope import Envelope, Tensors, envelope_of
-from pfeife.runtime.distributed.batch_norms import statistics_of_all
+from pfeife.runtime.distributed.control.packing import pack, views
 from pfeife.runtime.distributed.links.collectives import Collectives
 from pfeife.runtime.distributed.links.connection import Connection
 from pfeife.runtime.distributed.links.tangent_check import compared, sketch
 from pfeife.runtime.distributed.liveness.heartbeat import Activity
-from pfeife.runtime.distributed.packing import pack, views
 from pfeife.runtime.distributed.process_group import join_world
+from pfeife.runtime.distributed.state.whole_state import own_parts, whole_gradients
 from pfeife.runtime.distributed.transport import DistributedTransport
-from pfeife.runtime.distributed.whole_state import own_parts, whole_gradients
-from pfeife.runtime.distributed.world import World
+from pfeife.runtime.distributed.world.batch_norms import statistics_of_all
+from pfeife.runtime.distributed.world.world import World
 from pfeife.runtime.failure import CollectiveError, describe
 from pfeife.runtime.interpret import RankRunner
 from pfeife.runtime.peak import peak_bytes

@@ -13,8 +13,8 @@ from pfeife.runtime.distributed.liveness.interface import choose_interface
 from pfeife.runtime.distributed.liveness.last_words import tell_torchrun
 from pfeife.runtime.distributed.liveness.rendezvous import rendezvous
 from pfeife.runtime.distributed.liveness.starting import start_group
-from pfeife.runtime.distributed.state.ownership import Ownership
-from pfeife.runtime.distributed.world import GRACE, World
+from pfeife.runtime.distributed.world.ownership import Ownership
+from pfeife.runtime.distributed.world.world import GRACE, World
 from pfeife.runtime.failure import Failure, PipelineError
 from pfeife.runtime.threads import started
 

@@ -21,7 +21,7 @@ from pfeife.runtime.distributed.links.connection import Connection, queued_by_no
 from pfeife.runtime.distributed.links.cuda_launch import check_launching
 from pfeife.runtime.distributed.links.reducing import Reducing, Route
 from pfeife.runtime.distributed.links.warm_up import REDUCE
-from pfeife.runtime.distributed.world import World
+from pfeife.runtime.distributed.world.world import World
 
 
 class DistributedTransport(Buffered):

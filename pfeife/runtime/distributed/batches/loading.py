@@ -17,7 +17,7 @@ from pfeife.runtime.distributed.batches.rank0_broadcast import (
     share,
 )
 from pfeife.runtime.distributed.process_group import join_world, number_of
-from pfeife.runtime.distributed.world import World
+from pfeife.runtime.distributed.world.world import World
 from pfeife.runtime.failure import CollectiveError
 
 

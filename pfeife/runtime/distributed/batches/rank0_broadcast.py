@@ -13,9 +13,9 @@ import torch
 
 from pfeife.data import plain
 from pfeife.frontend.deferred.remote_batch import RankZeroBatch, absent
-from pfeife.runtime.distributed.packing import empty, pack, unpack
-from pfeife.runtime.distributed.served.questions import Shaped, decoded, encoded, shaped
-from pfeife.runtime.distributed.world import World
+from pfeife.runtime.distributed.control.packing import empty, pack, unpack
+from pfeife.runtime.distributed.control.questions import Shaped, decoded, encoded, shaped
+from pfeife.runtime.distributed.world.world import World
 from pfeife.runtime.failure import CollectiveError
 
 _MOST = 256  # structures that ranks keep

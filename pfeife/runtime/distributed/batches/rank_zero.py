@@ -10,10 +10,10 @@ from pfeife.runtime.distributed.batches.rank0_broadcast import (
     Announced,
     share,
 )
+from pfeife.runtime.distributed.control.packing import empty, pack, unpack
 from pfeife.runtime.distributed.links.connection import FOREVER, Connection
 from pfeife.runtime.distributed.liveness.heartbeat import Activity
-from pfeife.runtime.distributed.packing import empty, pack, unpack
-from pfeife.runtime.distributed.world import World
+from pfeife.runtime.distributed.world.world import World
 
 _PLACE = "the values of the batch of rank 0"
 

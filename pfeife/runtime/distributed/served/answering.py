@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from pfeife.data import plain
-from pfeife.runtime.distributed.peers import Peers
-from pfeife.runtime.distributed.served.posting import NEVER, Post, texts
-from pfeife.runtime.distributed.served.questions import Answer, Question, StateEntry
+from pfeife.runtime.distributed.control.peers import Peers
+from pfeife.runtime.distributed.control.posting import NEVER, Post, texts
+from pfeife.runtime.distributed.control.questions import Answer, Question, StateEntry
 from pfeife.runtime.distributed.served.reading import Pending, Reading
 from pfeife.runtime.failure import failure_of
 from pfeife.runtime.threads import started

@@ -24,9 +24,9 @@ from torch import nn
 
 from pfeife import _torch
 from pfeife._torch import is_absent
-from pfeife.frontend.deferred.gc_objects import living
 from pfeife.frontend.deferred.remote_batch import become_absent
-from pfeife.runtime.distributed.served.script_point import Place
+from pfeife.frontend.watch.gc_objects import living
+from pfeife.runtime.distributed.control.script_point import Place
 from pfeife.runtime.distributed.served.state_client import Asking
 from pfeife.runtime.distributed.state.owned import Owned
 

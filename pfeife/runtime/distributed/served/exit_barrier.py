@@ -2,10 +2,10 @@
 
 import time
 
+from pfeife.runtime.distributed.control.peers import Peers
 from pfeife.runtime.distributed.liveness.diagnosis import lives
 from pfeife.runtime.distributed.liveness.heartbeat import Monitor
 from pfeife.runtime.distributed.liveness.watchdog import stillness
-from pfeife.runtime.distributed.peers import Peers
 
 _TICK = 0.05  # seconds
 

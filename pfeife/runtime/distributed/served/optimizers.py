@@ -8,8 +8,14 @@ import torch
 from torch.utils import _pytree as pytree
 
 from pfeife import _torch
-from pfeife.frontend.deferred.gc_objects import living
-from pfeife.runtime.distributed.served.questions import Named, Question, StateEntry, copied, encoded
+from pfeife.frontend.watch.gc_objects import living
+from pfeife.runtime.distributed.control.questions import (
+    Named,
+    Question,
+    StateEntry,
+    copied,
+    encoded,
+)
 from pfeife.runtime.distributed.served.state_client import Asking
 from pfeife.runtime.distributed.state.owned import parameters_of
 from pfeife.runtime.failure import CollectiveError

@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection
 import attrs
 import torch
 
-from pfeife.runtime.distributed.peers import Peers
-from pfeife.runtime.distributed.served.questions import Answer, Question, StateEntry, shaped
-from pfeife.runtime.distributed.served.script_point import Rest, ScriptCollective, collective_of
+from pfeife.runtime.distributed.control.peers import Peers
+from pfeife.runtime.distributed.control.questions import Answer, Question, StateEntry, shaped
+from pfeife.runtime.distributed.control.script_point import Rest, ScriptCollective, collective_of
 from pfeife.runtime.distributed.served.writes import STATE_BY_HAND, LateWrites, Writes
 from pfeife.runtime.failure import CollectiveError
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from pfeife import _torch
+from pfeife.runtime.distributed.control.questions import copied
 from pfeife.runtime.distributed.served.deep_copies import DeepCopies
-from pfeife.runtime.distributed.served.questions import copied
 from pfeife.runtime.distributed.served.state_client import Asking
 from pfeife.runtime.distributed.state.remote_parameters import NOT_PICKLED, where_trained
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from pfeife.runtime.distributed.served.questions import Named
+from pfeife.runtime.distributed.control.questions import Named
 from pfeife.runtime.distributed.served.state_server import Service
 from pfeife.runtime.distributed.served.writes import A_COPY, BY_DATA, STATE_BY_HAND, Writes
 from pfeife.runtime.distributed.state.owned import Owned

@@ -16,14 +16,20 @@ from typing import Any
 import torch
 
 from pfeife.data import plain
+from pfeife.runtime.distributed.control.peers import Peers
+from pfeife.runtime.distributed.control.posting import NEVER, Post, leave
+from pfeife.runtime.distributed.control.questions import (
+    Answer,
+    Named,
+    Question,
+    StateEntry,
+    decoded,
+)
+from pfeife.runtime.distributed.control.script_point import Change, Rest
 from pfeife.runtime.distributed.links.connection import Connection
 from pfeife.runtime.distributed.liveness.heartbeat import Activity
-from pfeife.runtime.distributed.peers import Peers
 from pfeife.runtime.distributed.served.answering import Answering
-from pfeife.runtime.distributed.served.posting import NEVER, Post, leave
-from pfeife.runtime.distributed.served.questions import Answer, Named, Question, StateEntry, decoded
 from pfeife.runtime.distributed.served.reading import Reading
-from pfeife.runtime.distributed.served.script_point import Change, Rest
 from pfeife.runtime.distributed.served.writes import LateWrites, Writes
 from pfeife.runtime.failure import CollectiveError
 

@@ -15,9 +15,9 @@ import torch
 from pfeife._torch import is_absent
 from pfeife.data.replicas import BUCKET_BYTES
 from pfeife.frontend.deferred.remote_batch import take_values
+from pfeife.runtime.distributed.control.packing import empty, pack, unpack
+from pfeife.runtime.distributed.control.peers import Peers
 from pfeife.runtime.distributed.liveness.heartbeat import Activity
-from pfeife.runtime.distributed.packing import empty, pack, unpack
-from pfeife.runtime.distributed.peers import Peers
 from pfeife.runtime.distributed.state.owned import Owned, parameters_of
 from pfeife.runtime.distributed.state.remote_parameters import Arrival, Foreign, Versions
 

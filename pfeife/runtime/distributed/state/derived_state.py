@@ -11,7 +11,7 @@ import torch
 
 from pfeife._torch import is_absent
 from pfeife.data.machine import Mesh
-from pfeife.runtime.distributed.peers import Peers
+from pfeife.runtime.distributed.control.peers import Peers
 
 
 def holders_of(

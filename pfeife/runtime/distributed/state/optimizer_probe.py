@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from pfeife.frontend.checks.foreign_generators import watching
-from pfeife.frontend.checks.restore import torchs_generators
+from pfeife.frontend.watch.foreign_generators import watching
+from pfeife.frontend.watch.restore import torchs_generators
 from pfeife.runtime.distributed.state.owned import parameters_of
 
 log = logging.getLogger("pfeife")

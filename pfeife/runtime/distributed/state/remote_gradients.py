@@ -20,8 +20,8 @@ import torch
 from pfeife import _torch
 from pfeife._torch import is_absent
 from pfeife.frontend.deferred.remote_batch import Absence, absent
+from pfeife.runtime.distributed.control.peers import Peers
 from pfeife.runtime.distributed.liveness.heartbeat import Activity
-from pfeife.runtime.distributed.peers import Peers
 
 _PLACE = (
     "a norm of gradients (torch.nn.utils.clip_grad_norm_; where one rank trains all of these "
