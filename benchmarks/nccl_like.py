@@ -39,7 +39,7 @@ from pfeife.runtime.distributed import process_group, transport
 from pfeife.runtime.distributed.control import peers
 from pfeife.runtime.distributed.liveness import ending
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
-from pfeife.runtime.distributed.world.world import world
+from pfeife.runtime.distributed.world import world
 from pfeife.runtime.failure import PipelineError
 
 LONG = 600.0  # seconds

@@ -15,7 +15,7 @@ from strict.ranks import beside, kernels, on_strict_ranks, steps_of
 import pfeife
 from pfeife.lowering import envelope
 from pfeife.runtime.distributed.links import reducing, warm_up
-from pfeife.runtime.distributed.world.world import batch_norms
+from pfeife.runtime.distributed.world import batch_norms
 from pfeife.runtime.interpret import RankRunner
 from pfeife.sched import families
 from pfeife.testing import assert_same

@@ -17,7 +17,7 @@ import pfeife
 from pfeife import _torch
 from pfeife.frontend.deferred.checkpoint_folder import METADATA
 from pfeife.frontend.deferred.tensors import deferred_tensors
-from pfeife.runtime.distributed.world.world import writing
+from pfeife.runtime.distributed.world import writing
 
 
 class State:
