@@ -36,6 +36,7 @@ import pfeife
 from pfeife import report, sched
 from pfeife.cost import estimate, machine, member_prices
 from pfeife.data.replicas import DataParallel
+from pfeife.passes.shard import Attention
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 
 MODELS = {
@@ -56,9 +57,10 @@ CPU_CORE = machine("cpu-core")
 
 # What is cut over the members, besides what follows: all matrices that can be, where the linear
 # program finds it best; the experts; or nothing but the batch, of which a microbatch is one row, so
-# that it is cut along the sequence (context parallelism). Replicas without members share out
+# that it is cut along the sequence (context parallelism; in a ring keys and values go around).
+# Replicas without members share out
 # gradients and optimizer state (fsdp).
-KINDS: dict[str, Any] = {"tp": "auto", "ep": {"*.experts.*": 0}, "cp": {}, "fsdp": None}
+KINDS: dict[str, Any] = {"tp": "auto", "ep": {"*.experts.*": 0}, "cp": {}, "ring": {}, "fsdp": None}
 
 
 @attrs.frozen
@@ -81,8 +83,13 @@ class Layout:
         """Whether a model is cut so: one with experts, or one of texts."""
         group = MODELS[name]
         of_texts = group == "experts" or "decoders" in group
-        only = {"ep": group == "experts", "cp": of_texts}
+        only = {"ep": group == "experts", "cp": of_texts, "ring": of_texts}
         return only.get(self.kind, True)
+
+    @property
+    def attention(self) -> Attention:
+        """How members read keys and values of a sequence that is cut."""
+        return "ring" if self.kind == "ring" else "gather"
 
     @property
     def shared_out(self) -> DataParallel:
@@ -95,6 +102,7 @@ LAYOUTS = (
     *(Layout(2, 2), Layout(2, 4), Layout(4, 2)),
     *(Layout(2, 1, 2), Layout(2, 2, 2)),
     *(Layout(2, 2, kind="ep"), Layout(2, 2, kind="cp"), Layout(4, 2, kind="cp")),
+    *(Layout(2, 2, kind="ring"), Layout(4, 2, kind="ring")),
     *(Layout(1, 2, 2, kind="fsdp"), Layout(1, 2, 4, kind="fsdp")),
 )
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-v")
@@ -110,7 +118,7 @@ def drawn(name: str, layout: Layout) -> tuple[Example, list[tuple[Any, ...]]]:
     if hasattr(example.model, "set_experts_implementation"):
         example.model.set_experts_implementation("grouped_mm" if grouped else "batched_mm")
 
-    rows, batches = 1 if layout.kind == "cp" else example.rows, []
+    rows, batches = 1 if layout.kind in ("cp", "ring") else example.rows, []
     for number in range(STEPS):
         torch.manual_seed(100 + number)
         batch = example.draw(rows * MICROBATCHES, example.sizes[0])
@@ -125,9 +133,13 @@ def as_the_oracle(name: str, layout: Layout, schedule: str) -> bool:
     flat = pfeife.capture(example.step, *microbatches[0])
     if layout.members > 1:
         prices = member_prices(CPU_CORE)
-        flat = pfeife.shard(KINDS[layout.kind], layout.members, unknown="gather", prices=prices)(
-            flat
-        )
+        flat = pfeife.shard(
+            KINDS[layout.kind],
+            layout.members,
+            unknown="gather",
+            attention=layout.attention,
+            prices=prices,
+        )(flat)
     local = pfeife.compose(pfeife.fuse(), pfeife.split_backward())(flat)
     local = pfeife.annotate(estimate(local, CPU_CORE))(local)
     plan = sched.plan(
@@ -182,6 +194,7 @@ def beside_one_device(name: str, layout: Layout, schedule: str) -> tuple[float, 
         **({"members": layout.members, "parallel": cut} if layout.members > 1 else {}),
         replicas=layout.replicas,
         data_parallel=layout.shared_out,
+        attention=layout.attention,
         schedule=schedule,
         loss_reduction="mean",
         progress=False,

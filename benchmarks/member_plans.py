@@ -1,29 +1,32 @@
 """What members of a group gain by estimate, as the linear program of `shard` decides.
 
-    python benchmarks/member_plans.py             a minute or two, no GPU, no weights
+    python benchmarks/member_plans.py             some minutes, no GPU, no weights
     python benchmarks/member_plans.py --only Mixtral
 
-Models by transformers' configurations, on the meta device in bfloat16, 4,096 tokens, on H100s
-(`pfeife machines`): the milliseconds of a microbatch's operations, forward and backward, on one
-device and on the members of a group, what these send one another, and how long deciding took.
+Models by transformers' configurations, on the meta device in bfloat16, 4,096 tokens unless a case
+says otherwise, on H100s (`pfeife machines`): the milliseconds of a microbatch's operations, forward
+and backward, on one device and on the members of a group, the most bytes that a member has in a
+step, what they send one another, and how long deciding took.
 """
 
 import argparse
 import time
 from collections import Counter
 from collections.abc import Callable
+from typing import Literal
 
+import attrs
 import torch
 from torch import nn
 
 import pfeife
-from pfeife import report
-from pfeife.cost import machine, member_prices
+from pfeife import report, sched
+from pfeife.cost import estimate, machine, member_prices, memory_curves
 from pfeife.cost.estimate import node_seconds
 from pfeife.ir.members import ALONE, MEANING
+from pfeife.passes.shard import Attention, Placements
 
 H100 = machine("h100-sxm")
-TOKENS = 4096
 
 
 def llama(layers: int) -> nn.Module:
@@ -46,10 +49,29 @@ def mixtral(layers: int) -> nn.Module:
     return MixtralForCausalLM(MixtralConfig(num_hidden_layers=layers, use_cache=False))
 
 
-CASES: dict[str, tuple[Callable[[int], nn.Module], int, int]] = {
-    "Llama, 16 layers, 2 members": (llama, 16, 2),
-    "Llama, 2 layers, 8 members": (llama, 2, 8),
-    "Mixtral, 8 layers, 2 members": (mixtral, 8, 2),
+@attrs.frozen
+class Case:
+    """A model of so many layers, cut over members."""
+
+    build: Callable[[int], nn.Module]
+    layers: int
+    members: int
+    tokens: int = 4096
+    placements: Placements | Literal["auto"] = "auto"
+    attention: Attention = "gather"
+
+
+def sequence(attention: Attention) -> Case:
+    """Nothing but a long sequence is cut."""
+    return Case(llama, 2, 8, 65536, {}, attention)
+
+
+CASES = {
+    "Llama, 16 layers, 2 members": Case(llama, 16, 2),
+    "Llama, 2 layers, 8 members": Case(llama, 2, 8),
+    "Mixtral, 8 layers, 2 members": Case(mixtral, 8, 2),
+    "Llama, 2 layers, 8 members, 65,536 tokens": sequence("gather"),
+    "the same in a ring": sequence("ring"),
 }
 
 
@@ -57,19 +79,40 @@ def milliseconds(program: pfeife.Program) -> float:
     return 1e3 * sum(node_seconds(node, H100) for node in program.module.graph.nodes)
 
 
+def peak(local: pfeife.Program) -> int:
+    """The most bytes that a member has in a step of one microbatch, without an optimizer."""
+    clusters = pfeife.fuse()(local)
+    clusters = pfeife.annotate(estimate(clusters, H100))(clusters)
+    plan = sched.plan(clusters, machine=H100, microbatches=1, stages=1, schedule="gpipe")
+    ranks = pfeife.apply(plan)(clusters)
+    (curve,) = memory_curves(ranks, sched.lower(plan.schedule, ranks))
+    return curve.peak
+
+
 def row(name: str) -> list[str]:
-    build, layers, members = CASES[name]
+    case = CASES[name]
     with torch.device("meta"):
-        model = build(layers).to(torch.bfloat16)
-        tokens = torch.ones(1, TOKENS, dtype=torch.long)
+        model = case.build(case.layers).to(torch.bfloat16)
+        tokens = torch.ones(1, case.tokens, dtype=torch.long)
     flat = pfeife.capture(lambda x: model(input_ids=x, labels=x).loss, tokens)
+    cut = pfeife.shard(
+        case.placements,
+        case.members,
+        unknown="gather",
+        attention=case.attention,
+        prices=member_prices(H100),
+    )
     begun = time.perf_counter()
-    local = pfeife.shard("auto", members, unknown="gather", prices=member_prices(H100))(flat)
+    local = cut(flat)
     took = time.perf_counter() - begun
     nodes = [n for n in local.module.graph.nodes if n.target in MEANING.keys() - ALONE]
     told = Counter(node.target.__name__ for node in nodes)
     sent = ", ".join(f"{count} {kind}" for kind, count in told.items())
-    return [name, f"{milliseconds(flat):.1f}", f"{milliseconds(local):.1f}", f"{took:.1f}", sent]
+    times = f"{milliseconds(flat):.1f}", f"{milliseconds(local):.1f}"
+    return [name, *times, f"{peak(local) / 2**30:.2f}", f"{took:.1f}", sent]
+
+
+HEAD = ("case", "ms on one", "ms on members", "GiB of a member", "s to decide", "sent")
 
 
 def main() -> None:
@@ -77,7 +120,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="a part of a case's name")
     asked = parser.parse_args()
     lines = [row(name) for name in CASES if asked.only in name]
-    print(report.table(lines, ("case", "ms on one", "ms on members", "s to decide", "sent")))
+    print(report.table(lines, HEAD))
 
 
 if __name__ == "__main__":

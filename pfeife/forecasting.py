@@ -26,6 +26,7 @@ from pfeife.lowering.verify import verify_schedule
 from pfeife.passes import annotate, fuse, master_weights, record, shard, split_backward
 from pfeife.passes.apply import apply, passes_of
 from pfeife.passes.compose import Recorded, compose
+from pfeife.passes.shard import Attention
 from pfeife.report import Run, Target, expected, forecast_of
 from pfeife.sched import plan as make_plan
 from pfeife.sched.by_family import Scheduling, splits
@@ -47,7 +48,9 @@ class Question:
     split_at: cuts by hand, {"blocks.4": "begin"}.
     replicas: pipelines that share the microbatches; data_parallel: what they do with gradients,
         "average" or "shard".
-    members: ranks that share the work of each stage, cut as `shard("auto", members)` does.
+    members: ranks that share the work of each stage, cut as `shard("auto", members)` does;
+        attention: whether they "gather" keys and values of a sequence that is cut, or let them go
+        around in a "ring".
     network: the links between all ranks, where they are not the machine's own; pipelines are
         neighbours in it, and members of a stage are.
     master: the type of the parameters that an optimizer steps, where the step computes in a
@@ -60,6 +63,7 @@ class Question:
     microbatches: int
     replicas: int = 1
     members: int = 1
+    attention: Attention = "gather"
     data_parallel: DataParallel = "average"
     stages: int | None = None
     schedule: Scheduling = "1f1b"
@@ -231,8 +235,16 @@ def clusters_of(flat: Program, question: Question) -> Program:
         passes.append(master_weights(wide))
     if question.members > 1:
         prices = member_prices(question.on)
-        cut = shard("auto", question.members, unknown="gather", keepers={}, prices=prices)
-        passes.append(cut)
+        passes.append(
+            shard(
+                "auto",
+                question.members,
+                unknown="gather",
+                attention=question.attention,
+                keepers={},
+                prices=prices,
+            )
+        )
     passes.append(fuse(boundaries=question.split_at or {}))  # type: ignore[arg-type]
     # Without tangents there is no backward to split.
     if question.splits and flat.ports(Role.TANGENT):

@@ -53,7 +53,8 @@ def attention(kernel: str, dtype: torch.dtype, setting: Setting) -> dict[str, An
     layer = nn.Linear(width, 3 * width).to(setting.device, dtype)
     batch = torch.randn(1, 1, length, width, device=setting.device).to(dtype)
     figures: dict[str, Any] = {}
-    for causal, members in itertools.product((False, True), (2, 4)):
+    ways = itertools.product((False, True), (2, 4), ("gather", "ring"))
+    for causal, members, how in ways:
 
         def step(x: torch.Tensor, causal: bool = causal) -> torch.Tensor:
             q, k, v = layer(x).chunk(3, -1)
@@ -67,12 +68,13 @@ def attention(kernel: str, dtype: torch.dtype, setting: Setting) -> dict[str, An
             raise Skipped(f"another kernel was chosen: {[t for t in targets if 'attention' in t]}")
         state = pfeife.state_of(flat, layer)
         wanted = values_of(pfeife.evaluate(flat, state, [batch]))
-        local = pfeife.shard({}, members, prices=EVERYTHING)(flat)
-        if not collectives(local)["reduce_scatter"]:
+        local = pfeife.shard({}, members, prices=EVERYTHING, attention=how)(flat)  # type: ignore[arg-type]
+        if not collectives(local)["shift" if how == "ring" else "reduce_scatter"]:
             raise Wrong("the sequence is not cut", **collectives(local))
         found = values_of(pfeife.evaluate(local, state, [batch]))
         told = alike(found, wanted, CUT if dtype == torch.float32 else HALVES)
-        figures[f"{'causal' if causal else 'all'}, {members} members"] = told["largest difference"]
+        kind = "causal" if causal else "all"
+        figures[f"{kind}, {members} members, {how}"] = told["largest difference"]
     return figures
 
 

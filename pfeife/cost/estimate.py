@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from pfeife.data.machine import Machine
 from pfeife.data.plan import Costs
 from pfeife.ir.flops import computed_dtype, node_flops, operation_of
-from pfeife.ir.members import ALONE, MEANING, all_to_all, messages
+from pfeife.ir.members import ALONE, MEANING, all_to_all, messages, peers
 from pfeife.ir.messages import call_of
 from pfeife.ir.nodes import returned
 from pfeife.ir.outline import is_view
@@ -92,7 +92,7 @@ def _collective_seconds(node: fx.Node, machine: Machine) -> float:
     along = target is all_to_all and arguments["old"] == arguments["new"]
     sent = messages(target, _bytes(value.meta.get("val")), members, along_one=along)
     moved = machine.launch_seconds + sum(_rooflines(node, machine))
-    return moved + (members - 1) * sum(map(machine.transfer_seconds, sent))
+    return moved + peers(target, members) * sum(map(machine.transfer_seconds, sent))
 
 
 def compute_bound(node: fx.Node, machine: Machine) -> bool:

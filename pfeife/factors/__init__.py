@@ -3,9 +3,9 @@
 `equation` says what is told of an operation: factors, such as b, s, h and o of "b s h, o h -> b s
 o", and what a cut of each means. `rules` has one for each operation, `axes` where dimensions go in
 those that move them, `views` the factors of reshapes, `chosen` those where data choose rows;
-`recipes` are how members do together what needs all of a dimension, `causal` that of attention,
-`experts` that of products of experts;
-`ways` has all in which a program may be computed. Read them in this order.
+`recipes` are how members do together what needs all of a dimension, `experts` that of products of
+experts, `blockwise` that of `attention`; `ways` has all in which a program may be computed. Read
+them in this order.
 """
 
 from pfeife.factors.equation import Place

@@ -45,7 +45,8 @@ class Equation:
     that is cut. `shape` names the argument that says the shape of the result, `counts` those that
     count the elements of a factor. An operand with the number `once` is added to a sum. Some that
     is `whole` has one of the `recipes` by which members do it together. Of those with `grains` a
-    member has a multiple of so many elements.
+    member has a multiple of so many elements. Of some recipes operands are `passed` around all
+    members, each as often as its number is there.
     """
 
     sizes: Mapping[Label, _torch.Size]
@@ -59,6 +60,7 @@ class Equation:
     once: int | None = None
     recipes: Mapping[Label, Recipe] = attrs.field(factory=dict)
     grains: Mapping[Label, int] = attrs.field(factory=dict)
+    passed: Mapping[Label, tuple[int, ...]] = attrs.field(factory=dict)
 
     def can_cut(self, label: Label, members: int) -> bool:
         """Whether every member can compute its part along a factor."""

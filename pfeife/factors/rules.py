@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from pfeife.factors import recipes
+from pfeife.factors.attention import ATTENTION, attended, attended_in_a_ring
 from pfeife.factors.axes import (
     Axes,
     dims_of,
@@ -18,7 +19,6 @@ from pfeife.factors.axes import (
     transposed,
     unsqueezed,
 )
-from pfeife.factors.causal import causal, causal_backward
 from pfeife.factors.chosen import (
     grouped_gradients,
     grouped_product,
@@ -35,23 +35,24 @@ from pfeife.factors.equation import (
     Operation,
     Rule,
     equation,
-    shape_of,
 )
 from pfeife.factors.recipes import Recipe
 from pfeife.factors.views import reshaped
-from pfeife.ir.nodes import bound, value_of
+from pfeife.ir.nodes import bound
 from pfeife.ir.seeding import seeded
 
 aten = torch.ops.aten
 
 
-def equation_of(node: fx.Node) -> Equation:
-    """The equation of a node. Raises NoRule where nothing is known of its operation."""
+def equation_of(node: fx.Node, rules: Mapping[str, Rule] | None = None) -> Equation:
+    """The equation of a node, by RULES or others. Raises NoRule where nothing is known of its
+    operation."""
+    rules = RULES if rules is None else rules
     if node.target is seeded or not hasattr(node.target, "_schema"):
         raise NoRule
     operation = Operation(node, bound(node))
-    if operation.name in RULES:
-        return RULES[operation.name](operation)
+    if operation.name in rules:
+        return rules[operation.name](operation)
     if torch.Tag.pointwise in getattr(node.target, "tags", ()):
         return pointwise(operation)
     raise NoRule
@@ -275,68 +276,6 @@ def _count(operation: Operation, *names: str) -> int:
 
 
 # Attention's operands by their names in the schemas: rows, heads, queries, keys, and their sizes.
-_ATTENTION = {
-    **{"query": "bhsd", "key": "bhtd", "value": "bhtv", "out": "bhsv"},
-    **dict.fromkeys(("grad_out", "grad_out_"), "bhsv"),
-    **dict.fromkeys(("attn_mask", "attn_bias"), "bhst"),
-}
-_KERNELS = ("flash", "efficient", "cudnn")  # of CUDA
-_GRAIN = 32  # to so many queries the efficient kernel pads the sums that it saves of rows
-
-
-def attended(operation: Operation) -> Equation:
-    """Attention: each row, each head and each query by itself, by several of torch's kernels; where
-    it is causal, queries by a recipe. What a dropout would draw with counts for nothing where there
-    is none."""
-    if len(operation.shape_of("query")) != 4 or operation.arguments["dropout_p"]:
-        raise NoRule
-    is_backward, queries = "backward" in operation.name, operation.shape_of("query")[2]
-    sums_of_rows = operation.shape_of("logsumexp") if is_backward else operation.results[1]
-    is_padded = len(sums_of_rows) < 3 or sums_of_rows[2] != queries
-    saved = ("bhp1" if is_padded else "bhs1")[: len(sums_of_rows)]
-    named = [(n, v) for n, v in operation.arguments.items() if isinstance(v, fx.Node)]
-    operands = [
-        saved if "sumexp" in name else _of_attention(name, len(shape_of(node)))
-        for name, node in named
-        if value_of(node) is not None
-    ]
-    known = ["bhsd", "bhtd", "bhtv"] if is_backward else ["bhsv", saved]
-    drawn = operation.results[len(known) :]
-    results = [*known, *(_drawn(at, len(shape)) for at, shape in enumerate(drawn))]
-    free = {*"bh"} if is_padded else {*"bhs"}
-    whole = {label for labels in (*operands, *results) for label in labels} - free
-    rule = equation(operation, operands, results, whole=whole)
-    sums = (*rule.sums[: len(known)], *[frozenset[Label]()] * len(drawn))
-    counts = {"max_q": "s"} if "max_q" in operation.arguments else {}
-    grains: Mapping[Label, int] = {"s": _GRAIN} if "efficient" in operation.name else {}
-    rule = attrs.evolve(rule, sums=sums, counts=counts, grains=grains)
-    if is_padded or not operation.arguments["is_causal"]:
-        return rule
-    recipes = _causal_recipes(operation, len(sums_of_rows))
-    return attrs.evolve(rule, whole=rule.whole | {"s"}, recipes=recipes)
-
-
-def _causal_recipes(operation: Operation, rank: int) -> Mapping[Label, Recipe]:
-    """How members compute causal attention along its queries, of as many keys and without a mask;
-    the sums of its rows are a tensor of a rank."""
-    masks = [operation.arguments.get(name) for name in ("attn_mask", "attn_bias")]
-    if any(masks) or operation.shape_of("query")[2] != operation.shape_of("key")[2]:
-        return {}
-    kernel = operation.node.target
-    return {"s": causal_backward(kernel) if "backward" in operation.name else causal(kernel, rank)}
-
-
-def _of_attention(name: str, rank: int) -> Sequence[Label]:
-    """The labels of an operand; a mask may have fewer dimensions, from the last one on."""
-    labels = _ATTENTION.get(name)
-    return _drawn(name, rank) if labels is None else labels[len(labels) - rank :]
-
-
-def _drawn(name: Label, rank: int) -> Sequence[Label]:
-    """Of the state of a generator: dimensions that nothing else has."""
-    return [("drawn", name, dim) for dim in range(rank)]
-
-
 def _table(names: str, rule: Rule) -> Mapping[str, Rule]:
     return dict.fromkeys(names.split(), rule)
 
@@ -379,12 +318,7 @@ RULES: Mapping[str, Rule] = {
     **_table("embedding_dense_backward", looked_up_backward),
     **_table("native_layer_norm _fused_rms_norm", normalised),
     **_table("native_layer_norm_backward", normalised_backward),
-    **_table(
-        " ".join(
-            f"_scaled_dot_product_{kernel}_attention{more}"
-            for kernel, last in (("flash", "_for_cpu"), *((k, "") for k in _KERNELS))
-            for more in (last, f"{last}_backward")
-        ),
-        attended,
-    ),
+    **_table(ATTENTION, attended),
 }
+# Keys and values go around, where attention is of one sequence.
+RINGS: Mapping[str, Rule] = {**RULES, **_table(ATTENTION, attended_in_a_ring)}

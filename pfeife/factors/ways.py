@@ -23,11 +23,12 @@ from pfeife.factors.equation import (
     Label,
     NoRule,
     Place,
+    Rule,
     Shape,
     shape_of,
     tensors_of,
 )
-from pfeife.factors.rules import equation_of
+from pfeife.factors.rules import RULES, equation_of
 from pfeife.ir.members import addend, all_gather, all_reduce, all_to_all, part, reduce_scatter
 from pfeife.ir.nodes import is_source, operation_name, returned
 from pfeife.ir.parts import Role
@@ -71,7 +72,8 @@ class Ways:
     """The ways of all nodes of a flat program, by the node, that as a whole first.
 
     `parameters` says, by the names of their ports, where each may be; what is not there is whole.
-    Those that are `free` may be cut wherever it is of use for what is computed of them.
+    Those that are `free` may be cut wherever it is of use for what is computed of them. Operations
+    have their equations by `rules`.
     """
 
     def __init__(
@@ -80,12 +82,14 @@ class Ways:
         members: int,
         parameters: Mapping[str, Sequence[Place | None]],
         free: Container[str] = (),
+        rules: Mapping[str, Rule] = RULES,
     ):
         self.members, self.parameters, self.free = members, parameters, free
         self.nodes = [node for node in program.module.graph.nodes if node.op != "output"]
         self.reads = {node: tensors_of(node) for node in self.nodes}
         self.places: dict[fx.Node, dict[Place, None]] = {node: {} for node in self.nodes}
-        self._equations = {node: _equation(node) for node in self.nodes if not is_source(node)}
+        computed = (node for node in self.nodes if not is_source(node))
+        self._equations = {node: _equation(node, rules) for node in computed}
         self._items: dict[Any, dict[Any, fx.Node]] = {}
         self._cut: dict[tuple[fx.Node, int, Place], list[Way]] = {}
         batch = {port.name for port in program.ports(Role.BATCH)}
@@ -242,8 +246,8 @@ def dividing(shape: Shape, members: int) -> list[Place]:
     return [Place(dim) for dim, size in enumerate(sizes) if size and size % members == 0]
 
 
-def _equation(node: fx.Node) -> Equation | None:
+def _equation(node: fx.Node, rules: Mapping[str, Rule]) -> Equation | None:
     try:
-        return equation_of(node)
+        return equation_of(node, rules)
     except NoRule:
         return None

@@ -10,6 +10,7 @@ has a part (P). Collectives make one of another:
     addend          R    -> P       the first member keeps it, the others have zeros
     reduce_scatter  P    -> S(d)    member i gets its part of the sum
     all_to_all      S(d) -> S(e)    member i gets the i-th part in e of every member's
+    shift           S(d) -> S(d)    member i gets the part of the one that comes so many later
 
 `MEANING` has them as functions of the list of all members' tensors: `lockstep` runs a graph by
 these in one process, and ranks give the same bits.
@@ -78,6 +79,11 @@ def all_to_all(
     """S(old) -> S(new). A value that is cut along one dimension, cut along another."""
     before, after = Split(old, members, old_before), Split(new, members, new_before)
     return _shaped("all_to_all", value, lambda: after.parts(before.join([value] * members))[0])
+
+
+def shift(value: torch.Tensor, by: int, members: int) -> torch.Tensor:
+    """S -> S. The tensor of the member that comes `by` later, around; all are of one shape."""
+    return _shaped("shift", value, lambda: value.clone(memory_format=torch.contiguous_format))
 
 
 @attrs.frozen
@@ -162,6 +168,7 @@ MEANING: Mapping[Callable[..., Any], Callable[..., list[torch.Tensor]]] = {
     ],
     reduce_scatter: lambda values, dim, before, t: Split(dim, t, before).parts(reduced(values)),
     all_to_all: _moved,
+    shift: lambda values, by, t: [values[(i + by) % t].contiguous() for i in range(t)],
 }
 
 
@@ -170,13 +177,18 @@ ALONE = frozenset({member, part, addend})
 _SMALL = 1 << 16  # bytes, of which a sum takes as long to send in one message as in parts
 
 
+def peers(collective: Callable[..., Any], members: int) -> int:
+    """How many others a member sends each of its `messages` to."""
+    return 1 if collective is shift else members - 1
+
+
 def messages(
     collective: Callable[..., Any], size: int, members: int, *, along_one: bool = False
 ) -> list[int]:
-    """The bytes of the messages that a member sends to each other one, one after another, where it
-    has a tensor of so many. A large sum of more than two is added up in parts, one by each member,
-    which then tell one another these (Thakur et al., IJHPCA 2005). `along_one`: an all_to_all that
-    cuts the same dimension into other blocks, for which all of it is gathered."""
+    """The bytes of the messages that a member sends to each of its `peers`, one after another,
+    where it has a tensor of so many. A large sum of more than two is added up in parts, one by each
+    member, which then tell one another these (Thakur et al., IJHPCA 2005). `along_one`: an
+    all_to_all that cuts the same dimension into other blocks, for which all of it is gathered."""
     if collective in ALONE:
         return []
     if collective in (reduce_scatter, all_to_all) and not along_one:
@@ -194,6 +206,8 @@ def scratch(collective: Callable[..., Any], value: torch.Tensor, *rest: Any) -> 
     size, shape = value.numel() * value.dtype.itemsize, value.shape
     members: int = rest[0] if collective is all_reduce else rest[-1]
     copy = 0 if value.is_contiguous() else size
+    if collective is shift:
+        return copy
     # Two swap. More gather, for which torch makes a flat copy of all that arrives.
     gathering = copy + (members if members == 2 else 2 * members) * size
     if collective is all_gather:

@@ -28,8 +28,8 @@ from torch import fx
 
 from pfeife.factors.equation import Place
 from pfeife.factors.ways import SUM, Way, Ways, Where, move_of
-from pfeife.ir.members import messages
-from pfeife.ir.nodes import is_source, returned, value_of
+from pfeife.ir.members import messages, peers
+from pfeife.ir.nodes import is_source, node_bytes, returned, value_of
 from pfeife.ir.parts import Role
 from pfeife.ir.program import Program
 
@@ -138,7 +138,16 @@ class _Problem:
 
     def _seconds(self, node: fx.Node, way: Way) -> float:
         share = 1 / self.ways.members if way.cut else 1.0
-        return self.count[self.kinds[node]] * share * self.prices.compute(node)
+        seconds = share * self.prices.compute(node) + self._passed(node, way)
+        return self.count[self.kinds[node]] * seconds
+
+    def _passed(self, node: fx.Node, way: Way) -> float:
+        """Seconds in which parts of its operands go around all members."""
+        if way.equation is None:
+            return 0.0
+        members, reads = self.ways.members, self.ways.reads[node]
+        passed = (reads[at] for at in way.equation.passed.get(way.label, ()))
+        return (members - 1) * sum(self.prices.send(node_bytes(read) // members) for read in passed)
 
     def _edges(self) -> dict[tuple[int, int, int], None]:
         """Who reads whom, at which place of its operands, by kinds."""
@@ -194,7 +203,7 @@ class _Problem:
         own = size // (members if isinstance(here, Place) else 1)
         along = isinstance(here, Place) and isinstance(there, Place) and here.dim == there.dim
         sent = messages(move_of(here, there), own, members, along_one=along)
-        return (members - 1) * sum(map(self.prices.send, sent))
+        return peers(move_of(here, there), members) * sum(map(self.prices.send, sent))
 
 
 def _wanted(way: Way, at: int) -> Where:

@@ -9,6 +9,7 @@ import attrs
 from torch import fx
 
 from pfeife.factors.equation import Place
+from pfeife.factors.rules import RINGS, RULES
 from pfeife.factors.ways import Way, Ways, dividing
 from pfeife.ir.members import Split
 from pfeife.ir.nodes import node_bytes, source_line
@@ -17,6 +18,7 @@ from pfeife.ir.program import Program
 from pfeife.passes.member_graph import Member
 from pfeife.passes.member_ways import Prices, member_ways
 
+Attention = Literal["gather", "ring"]
 Placements = Mapping[str, int | Place | Literal["cut", "auto"] | None]
 
 
@@ -25,6 +27,7 @@ def shard(
     members: int,
     *,
     unknown: Literal["refuse", "gather"] = "refuse",
+    attention: Attention = "gather",
     keepers: Mapping[str, int] | None = None,
     prices: Prices | None = None,
     decided: Callable[[Callable[[], str]], str] = lambda decide: decide(),
@@ -46,11 +49,13 @@ def shard(
     The result is the program of any one of the members; `pfeife.evaluate` runs it for all of them,
     on whole values. It agrees with the program that was given to within the rounding of sums that
     are cut. What has no rule is refused by its line, or, with `unknown="gather"`, computed by each
-    member as a whole. With `keepers` each parameter that is cut is whole on one member, which is
-    given its whole gradient and tells the others their parts in each step: so any optimizer does
-    with it what it does on one device. They are named, by names of parameters, or chosen so that
-    each member keeps about as many bytes. Ranks that shard each for itself have to decide alike:
-    `decided` gives all of them what one has decided.
+    member as a whole. Where a sequence is cut, members `"gather"` the keys and values of attention,
+    or let them go around in a `"ring"`, block by block: half as many bytes more are sent, and no
+    member holds those of all. With `keepers` each parameter that is cut is whole on one member,
+    which is given its whole gradient and tells the others their parts in each step: so any
+    optimizer does with it what it does on one device. They are named, by names of parameters, or
+    chosen so that each member keeps about as many bytes. Ranks that shard each for itself have to
+    decide alike: `decided` gives all of them what one has decided.
 
     Raises ValueError for a pattern that no parameter has, a dimension that is not there or that
     `members` does not divide, an operation without a rule, and a program that is not flat.
@@ -69,7 +74,7 @@ def shard(
         wanted = _by_name(ports, of_all(ports) if placements == "auto" else placements)
         places = {port.name: _places(port, wanted[port.name], members) for port in ports}
         free = {name for name, place in wanted.items() if isinstance(place, str)}
-        ways = Ways(program, members, places, free)
+        ways = Ways(program, members, places, free, RINGS if attention == "ring" else RULES)
         numbers = decided(
             lambda: _numbers(ways, _chosen(program, ways, prices or _FEWEST_BYTES, unknown))
         )

@@ -40,6 +40,7 @@ from pfeife.ir.members import (
     all_to_all,
     part,
     reduce_scatter,
+    shift,
 )
 from pfeife.runtime.distributed.links.collectives import Collectives
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
@@ -87,7 +88,14 @@ PLACES = {
 
 
 def compared(
-    stages: int, members: int, replicas: int, family: str, places=PLACES, prices=None, **words
+    stages: int,
+    members: int,
+    replicas: int,
+    family: str,
+    places=PLACES,
+    prices=None,
+    attention="gather",
+    **words,
 ) -> None:
     """A step on ranks against `evaluate`, of which each has its parts."""
     torch.manual_seed(0)
@@ -95,7 +103,7 @@ def compared(
     microbatches = [torch.randint(24, (1, 12)) for _ in range(4)]
     program = pfeife.capture(lambda tokens: model(tokens), microbatches[0])
     local = pfeife.compose(
-        pfeife.shard(places, members, prices=prices),
+        pfeife.shard(places, members, prices=prices, attention=attention),
         pfeife.fuse(),
         pfeife.split_backward(),
     )(program)
@@ -132,12 +140,14 @@ def stages_of_members() -> None:
 
 @row(ranks=(2, 4))
 def a_sequence_that_is_cut() -> None:
-    """Attention of one head, which is causal: each member has some of the queries."""
+    """Attention of one head, which is causal: each member has some of the queries, and all keys, or
+    its own ones, which go around."""
     members = int(os.environ["WORLD_SIZE"])
     cut = {"places": {}, "prices": DEAR_TO_COMPUTE, "dropout": 0.0, "heads": 1}
-    compared(1, members, 1, "gpipe", **cut)
-    if members == 4:
-        compared(2, 2, 1, "zb-h1", **cut)
+    for attention in ("gather", "ring"):
+        compared(1, members, 1, "gpipe", attention=attention, **cut)
+        if members == 4:
+            compared(2, 2, 1, "zb-h1", attention=attention, **cut)
 
 
 @row(ranks=(4,))
@@ -177,6 +187,9 @@ def each_collective() -> None:
             check(all_reduce, values, members, "max")
             check(addend, values, members)
         values = [(torch.randn(8, 16, 5) * 100).to(dtype) for _ in range(members)]
+        for by in (1, -1, members - 1):
+            check(shift, values, by, members)
+            check(shift, [value.transpose(0, 1) for value in values], by, members)
         for place in ((0, 1), (1, 1), (1, 2)):
             check(reduce_scatter, values, *place, members)
             check(all_gather, values, *place, members)

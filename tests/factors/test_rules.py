@@ -13,7 +13,7 @@ from torch import nn
 
 import pfeife
 from pfeife.factors.equation import Place
-from pfeife.factors.rules import equation_of
+from pfeife.factors.rules import RINGS, equation_of
 from pfeife.passes.shard import shard
 from pfeife.testing import check_pass
 
@@ -211,6 +211,12 @@ def test_attention_of_gpus_is_cut(kernel):
         added = [place for place, summed in enumerate(rule.sums) if "s" in summed]
         backward = "backward" in str(node.target)
         assert added == ([1, 2] if backward and kernel != "efficient" else []), added
+        # In a ring all is cut along the sequence, where a kernel has no mask.
+        ring = equation_of(node, RINGS)
+        cut = [ring.place(dims, "s") for dims in (*ring.operands, *ring.results) if len(dims) > 2]
+        assert ("s" in ring.recipes) == (kernel != "efficient")
+        assert cut.count(Place(2)) >= 5 or kernel == "efficient"
+        assert not ring.passed or len(ring.passed["s"]) == (4 if backward else 2)
 
 
 def by_cudnn(forward, backward):

@@ -1,5 +1,7 @@
 """Everything is cut where a step takes least by estimate."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +9,8 @@ from sent import DEAR_TO_COMPUTE, bytes_sent, collectives
 from torch import nn
 
 import pfeife
-from pfeife.cost import estimate, machine
+from pfeife import sched
+from pfeife.cost import estimate, machine, memory_curves
 from pfeife.cost.estimate import member_prices, node_seconds
 from pfeife.factors import Place
 from pfeife.testing import check_pass
@@ -108,10 +111,12 @@ def test_the_numbers_are_those_of_one_device(shape, members):
     assert estimate(pfeife.fuse()(local), H100).seconds
 
 
+@pytest.mark.parametrize("attention", ["gather", "ring"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("members", [2, 3, 4])
-def test_long_sequences_are_cut_through_attention(members, causal):
-    """Keys and values are gathered, and their gradients scattered; nothing else is large."""
+def test_long_sequences_are_cut_through_attention(members, causal, attention):
+    """Keys and values are gathered, and their gradients scattered; nothing else is large. In a ring
+    both go around, in the backward keys and values once more."""
     torch.manual_seed(0)
     layer, x = nn.Linear(8, 24).double(), torch.randn(1, 1, 240, 8).double()
 
@@ -121,13 +126,90 @@ def test_long_sequences_are_cut_through_attention(members, causal):
 
     flat = pfeife.capture(step, x)
     local = check_pass(
-        pfeife.shard({}, members, prices=DEAR_TO_COMPUTE),
+        pfeife.shard({}, members, prices=DEAR_TO_COMPUTE, attention=attention),
         *(flat, pfeife.state_of(flat, layer), [x]),
         rounding=None,
         within=1e-12,
     )
     told = collectives(local)
-    assert told["reduce_scatter"] == 2 and told["all_gather"] >= 2
+    if attention == "ring":
+        assert told["shift"] == 6 * (members - 1) and not told["reduce_scatter"]
+    else:
+        assert told["reduce_scatter"] == 2 and told["all_gather"] >= 2
+
+
+@pytest.mark.parametrize(
+    ("fill", "dtype", "within"),
+    [
+        *((-torch.inf, torch.float64, 1e-13), (-torch.inf, torch.float32, 1e-6)),
+        *((torch.finfo(torch.float64).min, torch.float64, 1e-13), (-1e9, torch.float32, 1e-6)),
+    ],
+)
+@pytest.mark.parametrize("rows", ["some", "whole", "keys", "causal"])
+def test_a_ring_with_a_mask(fill, dtype, within, rows):
+    """Rows without a key in some block, or in any: what the mask adds there is all that is left of
+    their scores, so that one device takes all keys alike, or none. In float32 numbers of 1e9 are
+    64 apart, and so are scores."""
+    torch.manual_seed(0)
+    mask = torch.zeros(1, 1, 1 if rows == "keys" else 48, 48, dtype=dtype)
+    if rows == "causal":
+        mask.masked_fill_(torch.ones(48, 48).triu(1).bool(), fill)
+    elif rows == "keys":
+        mask[..., :20] = fill
+    else:
+        mask[..., 20, 30:] = mask[..., 21, :30] = fill
+        mask[..., : 13 if rows == "whole" else 0, :] = fill
+    layer, x = nn.Linear(8, 24).to(dtype), torch.randn(1, 1, 48, 8).to(dtype)
+
+    def step(x, mask):
+        q, k, v = layer(x).chunk(3, -1)
+        return (x + F.scaled_dot_product_attention(q, k, v, attn_mask=mask)).square().mean()
+
+    flat = pfeife.capture(step, x, mask)
+    state = pfeife.state_of(flat, layer)
+    local = pfeife.shard({}, 4, prices=DEAR_TO_COMPUTE, attention="ring")(flat)
+    assert collectives(local)["shift"] == 18
+    whole, parts = (pfeife.evaluate(p, state, [(x, mask)]) for p in (flat, local))
+    torch.testing.assert_close(parts.loss, whole.loss, rtol=within, atol=0)
+    for name, gradient in whole.gradients.items():
+        off = (parts.gradients[name] - gradient).abs().max() / gradient.abs().max()
+        assert off < within, (name, off)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_ring_in_bfloat16(causal):
+    """As near to float64 as one device is in bfloat16, of which one bit is 2 ** -8."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(8, 24).bfloat16(), torch.randn(1, 1, 128, 8).bfloat16()
+
+    def step(layer, x):
+        q, k, v = layer(x).chunk(3, -1)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal).float().square().mean()
+
+    flat = pfeife.capture(lambda x: step(layer, x), x)
+    local = pfeife.shard({}, 4, prices=DEAR_TO_COMPUTE, attention="ring")(flat)
+    state = pfeife.state_of(flat, layer)
+    exactly = copy.deepcopy(layer).double()
+    step(exactly, x.double()).backward()
+    expected = {name: p.grad for name, p in exactly.named_parameters()}
+    for program in (flat, local):
+        gradients = pfeife.evaluate(program, state, [x]).gradients
+        for name, gradient in zip(expected, gradients.values(), strict=True):
+            off = (gradient.double() - expected[name]).norm() / expected[name].norm()
+            assert off < 2**-5, (name, off)
+
+
+def test_a_ring_holds_no_keys_of_others():
+    """The most that a member has at once: without a ring all keys and values are kept."""
+    flat, peaks = captured(1, 64, 4096), {}
+    for attention in ("gather", "ring"):
+        local = pfeife.shard({}, 8, prices=DEAR_TO_COMPUTE, attention=attention)(flat)
+        local = pfeife.annotate(estimate(fused := pfeife.fuse()(local), H100))(fused)
+        plan = sched.plan(local, machine=H100, microbatches=1, stages=1, schedule="gpipe")
+        ranks = pfeife.apply(plan)(local)
+        (curve,) = memory_curves(ranks, sched.lower(plan.schedule, ranks))
+        peaks[attention] = curve.peak
+    assert peaks["ring"] < 0.7 * peaks["gather"]
 
 
 def test_what_is_after_a_member_counts_for_nothing():

@@ -37,6 +37,7 @@ def sharding(task: Task, captured: Captured) -> list[Pass]:
             _auto(captured, owned) if auto else _placements(task, captured),
             members,
             unknown="gather" if auto else "refuse",
+            attention=task.options.attention,
             keepers=keepers,
             prices=member_prices(task.machine(captured.program)),
             decided=task.world.decided_by_rank_zero,

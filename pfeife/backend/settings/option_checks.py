@@ -284,6 +284,11 @@ def _check_members(options: Any) -> None:
             f"option parallel={described_parallel(options.parallel)} says how parameters are cut: "
             "say with members= over how many ranks"
         )
+    if options.members == 1 and options.attention != "gather":
+        raise ValueError(
+            f"option attention={options.attention!r} says how members read keys and values of one "
+            "another: say with members= how many share a stage"
+        )
     for name, (only, why) in _WITHOUT_MEMBERS.items() if options.members > 1 else ():
         if getattr(options, name) != only:
             raise ValueError(

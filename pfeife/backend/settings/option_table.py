@@ -25,6 +25,7 @@ from pfeife.data.plan import Costs, Plan
 from pfeife.data.replicas import BUCKET_BYTES, DataParallel
 from pfeife.ir.program import Program
 from pfeife.passes.compose import Passes
+from pfeife.passes.shard import Attention
 from pfeife.runtime.distributed.batches.meshes import mesh_of
 from pfeife.runtime.protocols import Runtime
 from pfeife.sched.by_family import Scheduling
@@ -170,6 +171,8 @@ class ReplicaOptions:
     parallel: How parameters are cut over the members: `"auto"`, or patterns of modules' names to
         torch's styles (`{"*.up": ColwiseParallel()}`) or Hugging Face's words (as
         `config.base_model_tp_plan` and `base_model_ep_plan`), or of parameters to dimensions.
+    attention: How members that have parts of a sequence read its keys and values: they `"gather"`
+        all of them, or let them go around in a `"ring"`, block by block.
     """
 
     replicas: int = attrs.field(default=1, validator=checks.count)
@@ -183,6 +186,7 @@ class ReplicaOptions:
     parallel: Mapping[str, Any] | Literal["auto"] = attrs.field(
         default="auto", validator=checks.check_parallel, repr=checks.described_parallel
     )
+    attention: Attention = attrs.field(default="gather", validator=checks.one_of(Attention))
 
 
 @attrs.frozen(kw_only=True, slots=False)

@@ -27,6 +27,8 @@ def test_a_mesh_gives_the_members():
     ("options", "words"),
     [
         ({"parallel": PLAN}, "say with members= over how many ranks"),
+        ({"attention": "ring"}, "say with members= how many share a stage"),
+        ({"attention": "around", "members": 2}, r"must be one of \['gather', 'ring'\]"),
         ({"parallel": ["colwise"]}, "option parallel=.*must be 'auto', or a mapping"),
         ({"parallel": PLAN, "members": 2, "costs": "measure"}, "leave costs out"),
         ({"parallel": PLAN, "members": 2, "cuda_graphs": True}, "leave cuda_graphs out"),

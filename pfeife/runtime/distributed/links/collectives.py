@@ -5,6 +5,11 @@
     member 1    x1 -----> x0 x1 x2          member 1    x10 x11 x12 -----> x01 x11 x21
     member 2    x2 -----> x0 x1 x2          member 2    x20 x21 x22 -----> x02 x12 x22
 
+    shift by 1
+    member 0    x0 -----> x1
+    member 1    x1 -----> x2
+    member 2    x2 -----> x0
+
 Each then does with them, in the order of members, what `MEANING` says: the bits of `evaluate`. A
 large sum is scattered and then gathered. What all of it needs of memory is `ir.members.scratch`.
 """
@@ -29,6 +34,7 @@ from pfeife.ir.members import (
     messages,
     part,
     reduce_scatter,
+    shift,
 )
 from pfeife.ir.nodes import sizes_of, value_of
 from pfeife.ir.program import Program
@@ -115,6 +121,8 @@ class Collectives:
             if dim == new_dim:
                 return _part(new, old.joined(_stacked(group, value)), place)
             return old.joined(_exchanged(group, new.stacked(value)))
+        if collective is shift:
+            return _passed(group, value, rest[0])
         assert collective is all_reduce
         size = value.numel() * value.dtype.itemsize
         if len(messages(collective, size, members)) > 1:
@@ -122,8 +130,7 @@ class Collectives:
         by: str = rest[1] if len(rest) > 1 else "sum"
         if members > 2:
             return _sum(_stacked(group, value).unbind(), by)
-        other = torch.empty_like(value, memory_format=torch.contiguous_format)
-        _swap(group, value, other)
+        other = _passed(group, value)
         # In the order of the members, and where the other one's has arrived.
         return _sum([other, value] if place else [value, other], by, out=other)
 
@@ -192,14 +199,21 @@ def _stacked(group: Group, value: torch.Tensor) -> torch.Tensor:
         group.wait(group.group.group.allgather([parts], [own]))
         return stack
     stack[group.group.place] = value
-    _swap(group, value, stack[1 - group.group.place])
+    _passed(group, value, into=stack[1 - group.group.place])
     return stack
 
 
-def _swap(group: Group, value: torch.Tensor, into: torch.Tensor) -> None:
-    """Tells the other one of two members a tensor, and hears its (collective)."""
+def _passed(
+    group: Group, value: torch.Tensor, by: int = 1, into: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The tensor of the member that comes `by` later, around; who comes as much before is told this
+    one's (collective)."""
     assert group.group is not None
+    place, members = group.group.place, len(group.group.ranks)
+    if into is None:
+        into = torch.empty_like(value, memory_format=torch.contiguous_format)
     as_bytes = [tensor.flatten().view(torch.uint8) for tensor in (into, value)]
-    lengths = [0, 0]
-    lengths[1 - group.group.place] = len(as_bytes[0])
-    group.wait(group.group.group.alltoall_base(*as_bytes, lengths, lengths))
+    received, sent = [0] * members, [0] * members
+    received[(place + by) % members] = sent[(place - by) % members] = len(as_bytes[0])
+    group.wait(group.group.group.alltoall_base(*as_bytes, received, sent))
+    return into
