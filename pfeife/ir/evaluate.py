@@ -183,7 +183,8 @@ def averaged(
 
 def _run(program: ProgramBase, values: Sequence[Any]) -> Mapping[str, torch.Tensor]:
     """The results of a microbatch, by the names of the output ports, of the values of the inputs:
-    all of them whole, also of a program for members. Raises ValueError if these disagree about what
+    all of them whole, also of a program for members, but for gradients of which each of these has
+    an addend: they are [members, *gradient]. Raises ValueError if these disagree about what
     all of them should have."""
     if program.members == 1:
         results: Mapping[str, torch.Tensor] = program.module(*values)
@@ -199,6 +200,8 @@ def _run(program: ProgramBase, values: Sequence[Any]) -> Mapping[str, torch.Tens
 
 
 def _whole(port: Port, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    if port.partial:
+        return torch.stack([*parts])
     if port.split is not None:
         return port.split.join(parts)
     for value in parts[1:]:
@@ -250,6 +253,8 @@ def _one_pipeline(
     for port in program.ports(Role.GRADIENT):
         part = sums[port.name]
         gradients[port.fqn] = gradients[port.fqn] + part if port.fqn in gradients else part
+    for name in {port.fqn for port in program.ports(Role.GRADIENT) if port.partial}:
+        gradients[name] = add(gradients[name].unbind())
     losses = [loss for loss_of in named(Role.LOSS) for loss in loss_of.values()]
     # After the last microbatch what is held of a buffer is its new value.
     updated = {port.fqn: held[slots[port.fqn]] for port in updates}

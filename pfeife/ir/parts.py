@@ -68,7 +68,8 @@ class Port:
     the program was planned. A parameter that is `held` in a wider type by who runs the program
     (master weights) is cast to its `dtype` once a step. Of a value that is `split` over the members
     of a group, `shape` is that of one member's part; if it has a `keeper`, that member alone is
-    given all of it, tells the others their parts, and has the whole gradient.
+    given all of it, tells the others their parts, and has the whole gradient. A gradient is
+    `partial` where each member has an addend of it, which are added up once a step.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Port:
     sizes: tuple[_torch.Size, ...] | None = None
     split: Split | None = None
     keeper: int | None = None
+    partial: bool = False
 
     @property
     def fqn(self) -> str:
@@ -158,7 +160,8 @@ class Call:
 class Reduction:
     """Once a step, after the last gradient: what becomes of one parameter's gradient.
 
-    The parts that `ranks` of one pipeline hold are added in the order of the ranks, then
+    The parts that `ranks` of one pipeline hold are added in the order of the ranks, then over the
+    `members` of these that have addends in theirs, then
     over `replicas` pipelines in their order, and divided by these if it is to `average`.
     Those with one `bucket` travel together; without a number, each alone. The sum goes to the
     replica that is its `owner`, None: to all.
@@ -168,6 +171,7 @@ class Reduction:
     ranks: tuple[int, ...]
     stages: tuple[int, ...]
     replicas: int = 1
+    members: int = 1
     average: bool = False
     bucket: int | None = None
     owner: int | None = None

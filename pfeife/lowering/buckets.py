@@ -39,7 +39,12 @@ class Bucket:
     @property
     def members(self) -> int:
         """How many ranks, of all replicas, have parts of its gradients."""
-        return self.first.replicas * len(self.first.ranks)
+        return self.first.replicas * self._each
+
+    @property
+    def _each(self) -> int:
+        """Of a replica."""
+        return len(self.first.ranks) * self.first.members
 
     @property
     def owned(self) -> bool:
@@ -74,7 +79,7 @@ class Bucket:
     def flat_bytes(self) -> int:
         """Of what a member sends, the piece that it adds up itself among it."""
         replicas = range(self.first.replicas)
-        elements = len(self.first.ranks) * sum(self.piece(replica) for replica in replicas)
+        elements = self._each * sum(self.piece(replica) for replica in replicas)
         return elements * self.dtype.itemsize
 
     def scratch_bytes(self, replica: int) -> int:

@@ -7,7 +7,8 @@ from torch import fx
 
 from pfeife.data.schedule import RECEIVES, SENDS, Action, Do, Schedule
 from pfeife.ir.nodes import receive, send
-from pfeife.ir.parts import Reduction
+from pfeife.ir.parts import Reduction, Role
+from pfeife.ir.program import Program
 from pfeife.lowering.wiring import Wiring
 
 _GRADIENTS = (Do.BACKWARD, Do.WEIGHT_BACKWARD)
@@ -16,7 +17,7 @@ _GRADIENTS = (Do.BACKWARD, Do.WEIGHT_BACKWARD)
 def check_coverage(schedule: Schedule, wiring: Wiring) -> None:
     """Raises ValueError unless every rank runs each of its calls and transfers once for every
     microbatch, and none before what it reads on the same rank; and each of its reductions after
-    the last gradient of their stages there."""
+    the last gradient of their stages there. Gradients of which members have addends need one."""
     steps = _Steps(wiring)
     for rank, actions in enumerate(schedule.ranks):
         done: set[tuple[str, int | None]] = set()
@@ -36,8 +37,20 @@ def check_coverage(schedule: Schedule, wiring: Wiring) -> None:
                 f"rank {rank}: no action runs {name} for microbatch {k}; the schedule is not one "
                 "of this program"
             )
+    _check_added_up(wiring.program)
     for (rank, _), reduction in _by_time(wiring.program.reductions).items():
         _check_reduced(rank, schedule.ranks[rank], reduction)
+
+
+def _check_added_up(program: Program) -> None:
+    """Raises ValueError for a gradient whose addends stay where they are."""
+    over = {reduction.name: reduction.members for reduction in program.reductions}
+    for port in program.ports(Role.GRADIENT):
+        if port.partial and over.get(port.fqn) != program.members:
+            raise ValueError(
+                f"each of {program.members} members has an addend of the gradient of {port.fqn}, "
+                "and no reduction adds them up: pass the program through insert_send_recv"
+            )
 
 
 def _by_time(reductions: Iterable[Reduction]) -> dict[tuple[int, tuple[int, ...]], Reduction]:

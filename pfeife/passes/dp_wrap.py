@@ -1,18 +1,16 @@
 """Data parallelism: several pipelines that share the microbatches and reduce their gradients."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import attrs
-import torch
 
 from pfeife.data.machine import Mesh
 from pfeife.data.replicas import Replicas
 from pfeife.ir.messages import holders
-from pfeife.ir.nodes import returned
 from pfeife.ir.parts import Reduction, Role
 from pfeife.ir.program import Program
-from pfeife.passes.send_recv import reduction_of
+from pfeife.passes.reductions import Sizes, in_buckets, reduction_of
 
 
 def dp_wrap(mesh: Mesh, replicas: Replicas | None = None) -> Callable[[Program], Program]:
@@ -44,14 +42,14 @@ def dp_wrap(mesh: Mesh, replicas: Replicas | None = None) -> Callable[[Program],
         within = {reduction.name: frozenset(reduction.ranks) for reduction in program.reductions}
         reductions = [
             attrs.evolve(
-                reduction_of(name, calls_of[name], within.get(name, ()), mesh.replicas),
+                reduction_of(wrapped, name, calls_of[name], within.get(name, ())),
                 average=wrapped.averages,
             )
             for name in trained
         ]
-        sizes = _Sizes(program)
+        sizes = Sizes(program)
         owned = _owned(reductions, sizes, replicas)
-        buckets = _in_buckets(owned, sizes, replicas.bucket_bytes)
+        buckets = in_buckets(owned, sizes, replicas.bucket_bytes)
         return attrs.evolve(wrapped, reductions=tuple(buckets))
 
     return run
@@ -73,21 +71,8 @@ def _check(program: Program, mesh: Mesh) -> None:
         )
 
 
-class _Sizes:
-    """What gradients are, by their parameters' names."""
-
-    def __init__(self, program: Program):
-        results = returned(program.module)
-        ports = program.ports(Role.GRADIENT)
-        self.bytes = {port.fqn: port.bytes for port in ports}
-        self.kinds = {p.fqn: (p.dtype, results[p.name].meta["val"].layout) for p in ports}
-
-    def is_sparse(self, name: str) -> bool:
-        return self.kinds[name][1] != torch.strided
-
-
 def _owned(
-    reductions: Sequence[Reduction], sizes: _Sizes, replicas: Replicas
+    reductions: Sequence[Reduction], sizes: Sizes, replicas: Replicas
 ) -> Sequence[Reduction]:
     """Each with its owner. New ones that are sharded go where the fewest bytes are on their ranks,
     the largest first."""
@@ -115,23 +100,3 @@ def _owned(
         counts = [sum(held[k, rank] for rank in reduction.ranks) for k in range(reduction.replicas)]
         assign(reduction, counts.index(min(counts)))
     return [attrs.evolve(reduction, owner=owners[reduction.name]) for reduction in reductions]
-
-
-def _in_buckets(
-    reductions: Sequence[Reduction], sizes: _Sizes, bucket_bytes: int
-) -> Iterator[Reduction]:
-    """Each with the number of its bucket: those that are reduced at one time, over the same ranks,
-    in one dtype."""
-    open_: dict[tuple, tuple[int, int]] = {}  # number and bytes
-    count = 0
-    for reduction in reductions:
-        # By what must be alike in one buffer: when it is due, who has parts, who gets the sum, the
-        # type.
-        kind, size = sizes.kinds[reduction.name], sizes.bytes[reduction.name]
-        key = (reduction.stages[0], reduction.ranks, reduction.owner is None, kind)
-        number, filled = open_.get(key, (-1, 0))
-        # nobody knows beforehand how many elements of a sparse one travel, so it shares no buffer
-        if number < 0 or filled + size > bucket_bytes or sizes.is_sparse(reduction.name):
-            number, filled, count = count, 0, count + 1
-        open_[key] = number, filled + size
-        yield attrs.evolve(reduction, bucket=number)

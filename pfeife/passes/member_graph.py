@@ -91,7 +91,17 @@ class Member:
 
     def _port(self, port: Port) -> Port:
         split = self._split_of(port)
-        return attrs.evolve(port, shape=split.local(port.shape), split=split) if split else port
+        if split is None:
+            return attrs.evolve(port, partial=self._is_partial(port))
+        return attrs.evolve(port, shape=split.local(port.shape), split=split)
+
+    def _is_partial(self, port: Port) -> bool:
+        """Whether members have addends of a gradient: they are added up once a step, and not in
+        each microbatch. Those of a sparse one are not of one shape."""
+        if port.role != Role.GRADIENT or port.fqn in self.splits:
+            return False
+        node = returned(self.whole.module)[port.name]
+        return self.places[node] == SUM and node.meta["val"].layout == torch.strided
 
     def _stands(self, node: fx.Node, copy: fx.Node, place: Any) -> None:
         self.places[node] = place
@@ -110,7 +120,9 @@ class Member:
         nodes, results = returned(self.whole.module), {}
         for port in self.whole.outputs:
             split = self._split_of(port)
-            wanted = Place(split.dim, split.before) if split else None
+            wanted: Where = Place(split.dim, split.before) if split else None
+            if self._is_partial(port):
+                wanted = SUM
             results[port.name] = self._at(nodes[port.name], wanted)
         return results
 

@@ -183,6 +183,8 @@ class _Problem:
             if here == there or not (is_item or unsent or (there == SUM and here is not None))
         }
         for (here, there), move in moves.items():
+            if at == _GRADIENT and (here, there) == (SUM, None):
+                continue  # added up once a step, as replicas do
             key = source, index, here, there
             if key not in self.sent:
                 self.sent[key] = self._variable(self.count[source] * self._moved(source, *key[2:]))

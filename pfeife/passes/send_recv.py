@@ -1,16 +1,18 @@
 """Sends and receives for everything that crosses ranks."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import attrs
 from torch import fx
 
+from pfeife.data.replicas import BUCKET_BYTES
 from pfeife.ir.editing.absorb import absorb
 from pfeife.ir.editing.copying import Copy, copied
 from pfeife.ir.messages import holders, origins
 from pfeife.ir.nodes import receive, send
-from pfeife.ir.parts import Call, Kind, Reduction, Role
+from pfeife.ir.parts import Reduction, Role
 from pfeife.ir.program import Program
+from pfeife.passes.reductions import Sizes, in_buckets, reduction_of
 
 
 def insert_send_recv(
@@ -113,17 +115,12 @@ class _Sender:
 def _shared_gradients(
     program: Program, owners: Mapping[str, frozenset[int]]
 ) -> tuple[Reduction, ...]:
+    """Those of one rank alone, of whose members each has a part, travel in buckets."""
     trained = dict.fromkeys(port.fqn for port in program.ports(Role.GRADIENT))
     calls_of = holders(program)
-    reductions = [reduction_of(name, calls_of[name], owners.get(name, ())) for name in trained]
-    return tuple(reduction for reduction in reductions if len(reduction.ranks) > 1)
-
-
-def reduction_of(
-    name: str, calls: set[Call], others: Iterable[int] = (), replicas: int = 1
-) -> Reduction:
-    """The reduction of one gradient over all ranks whose calls use the parameter, and `others`."""
-    ranks = tuple(sorted({*others, *(call.rank for call in calls if call.rank is not None)}))
-    # Stages that only read the parameter in a forward add nothing: the reduction need not wait.
-    late = {call.unit for call in calls if call.kind != Kind.FORWARD}
-    return Reduction(name, ranks, tuple(sorted(late)), replicas)
+    each = [reduction_of(program, name, calls_of[name], owners.get(name, ())) for name in trained]
+    in_parts = [reduction for reduction in each if reduction.members > 1]
+    return (
+        *(r for r in each if len(r.ranks) > 1 and r.members == 1),
+        *in_buckets(in_parts, Sizes(program), BUCKET_BYTES),
+    )

@@ -3,6 +3,7 @@ rounded otherwise."""
 
 from functools import partial
 
+import attrs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -57,7 +58,8 @@ def test_columns_then_rows_are_added_once_each_way():
     state = pfeife.state_of(program, model)
     one = shard(MEGATRON, 2)
     result = check_pass(one, program, state, [x, x + 1], rounding=None, within=1e-13)
-    assert collectives(result) == {"all_reduce": 8}
+    # Of the last one nothing but the gradients of the first norm is computed, by rows.
+    assert collectives(result) == {"all_reduce": 7, "reduce_scatter": 1}
 
 
 def test_what_cannot_be_cut_is_refused():
@@ -224,6 +226,31 @@ def test_sums_that_are_added_are_taken_once():
     result = shard(columns, 2)(program)
     assert collectives(result) == {"all_reduce": 2}
     check_pass(shard(columns, 2), program, state, [tokens], rounding=None, within=1e-13)
+
+
+def test_gradients_of_which_members_have_addends_are_added_up_once_a_step():
+    """As Megatron does with its norms: a microbatch sends nothing for them. Nobody forgets it."""
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8, bias=False)).double()
+    x = torch.randn(4, 8, dtype=torch.float64)
+    program = pfeife.capture(lambda x: model(x).square().mean(), x)
+    state = pfeife.state_of(program, model)
+    one = shard({}, 2, prices=DEAR_TO_COMPUTE)
+    local = check_pass(one, program, state, [x, x + 1, x * 2], rounding=None, within=1e-13)
+    names = {"0.weight", "0.bias", "1.weight"}
+    assert {port.fqn for port in local.outputs if port.partial} == names
+    assert collectives(local) == {"all_reduce": 1}  # of the loss
+    taken = tuple(attrs.evolve(port, partial=False) for port in local.outputs)
+    with pytest.raises(ValueError, match=r"different values of gradient 0\.weight"):
+        pfeife.evaluate(attrs.evolve(local, outputs=taken), state, [x])
+    fused = pfeife.fuse()(local)
+    fused = pfeife.annotate(estimate(fused, CPU_CORE))(fused)
+    plan = sched.plan(fused, machine=CPU_CORE, microbatches=2, stages=1)
+    ranks = pfeife.apply(plan)(fused)
+    assert {(r.name, r.members, r.bucket) for r in ranks.reductions} == {
+        (name, 2, 0) for name in names
+    }
+    with pytest.raises(ValueError, match=r"has an addend of the gradient of 0\.weight, and no"):
+        sched.lower(plan.schedule, attrs.evolve(ranks, reductions=()))
 
 
 def test_no_logits_are_gathered_where_the_vocabulary_is_cut():

@@ -106,15 +106,14 @@ class DistributedTransport(Buffered):
         return routes
 
     def _members(self, first: Reduction) -> list[list[int]]:
-        """Ranks of the world that reduce a gradient together: of each replica, or of all."""
-        together = []
-        for mesh in self.mesh.each_member:
-            pipelines = [
-                sorted(mesh.in_world(replica, rank) for rank in first.ranks)
-                for replica in range(mesh.replicas)
-            ]
-            together += pipelines if first.replicas == 1 else [sorted(itertools.chain(*pipelines))]
-        return together
+        """Ranks of the world that reduce a gradient together: of each replica and member, or of all
+        replicas, of all members."""
+        together: dict[tuple[int, int], list[int]] = {}
+        places = itertools.product(self.mesh.each_member, range(self.mesh.replicas), first.ranks)
+        for mesh, replica, rank in places:
+            of = 0 if first.members > 1 else mesh.member, 0 if first.replicas > 1 else replica
+            together.setdefault(of, []).append(mesh.in_world(replica, rank))
+        return [sorted(ranks) for ranks in together.values()]
 
     def _in_world(self, rank: int) -> int:
         """The rank of the world that is a rank of this one's pipeline."""

@@ -119,12 +119,16 @@ class Route:
         return [self.mesh.place(rank)[0] for rank in self.connection.ranks]
 
     @cached_property
-    def _order(self) -> list[list[int]]:
-        """The places of pieces in which they are added: those of a pipeline, then these sums."""
-        first = self.bucket.first
+    def _order(self) -> list[list[list[int]]]:
+        """The places of pieces in which they are added: those of a pipeline, these sums over
+        members, and these over replicas."""
+        first, index = self.bucket.first, self.connection.index
         replicas = range(self.mesh.replicas) if first.replicas > 1 else (self.replica,)
-        index, mesh = self.connection.index, self.mesh
-        return [[index(mesh.in_world(r, rank)) for rank in first.ranks] for r in replicas]
+        members = self.mesh.each_member if first.members > 1 else (self.mesh,)
+        return [
+            [[index(mesh.in_world(r, rank)) for rank in first.ranks] for mesh in members]
+            for r in replicas
+        ]
 
     def packed(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """The parts as they are sent, in one tensor."""
@@ -174,16 +178,20 @@ class Route:
                 total.div_(self.bucket.first.replicas)
 
     def _added(self, pieces: torch.Tensor) -> torch.Tensor:
-        heads = []
-        for places in self._order:
-            head = pieces[places[0]]
-            for place in places[1:]:
-                head.add_(pieces[place])
-            heads.append(head)
-        total = heads[0]
-        for head in heads[1:]:
-            total.add_(head)
-        return total.div_(len(heads)) if self.bucket.first.average else total
+        replicas = [
+            _in_order([_in_order([pieces[place] for place in ranks]) for ranks in members])
+            for members in self._order
+        ]
+        total = _in_order(replicas)
+        return total.div_(len(replicas)) if self.bucket.first.average else total
+
+
+def _in_order(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Their sum, in the first one's place."""
+    total = pieces[0]
+    for piece in pieces[1:]:
+        total.add_(piece)
+    return total
 
 
 def _view(flat: torch.Tensor, at: int, bucket: Bucket, place: int) -> torch.Tensor:

@@ -1,0 +1,58 @@
+"""What becomes of gradients of which several ranks have parts: over which they are added up, and
+which travel together."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import attrs
+import torch
+
+from pfeife.ir.nodes import returned
+from pfeife.ir.parts import Call, Kind, Reduction, Role
+from pfeife.ir.program import Program
+
+
+def reduction_of(
+    program: Program, name: str, calls: set[Call], others: Iterable[int] = ()
+) -> Reduction:
+    """The reduction of one gradient over all ranks whose calls use the parameter, and `others`; and
+    over their members, where these have parts of it."""
+    ranks = tuple(sorted({*others, *(call.rank for call in calls if call.rank is not None)}))
+    # Stages that only read the parameter in a forward add nothing: the reduction need not wait.
+    late = {call.unit for call in calls if call.kind != Kind.FORWARD}
+    in_parts = any(port.partial for port in program.ports(Role.GRADIENT) if port.fqn == name)
+    members = program.members if in_parts else 1
+    return Reduction(name, ranks, tuple(sorted(late)), program.replicas, members=members)
+
+
+class Sizes:
+    """What gradients are, by their parameters' names."""
+
+    def __init__(self, program: Program):
+        results = returned(program.module)
+        ports = program.ports(Role.GRADIENT)
+        self.bytes = {port.fqn: port.bytes for port in ports}
+        self.kinds = {p.fqn: (p.dtype, results[p.name].meta["val"].layout) for p in ports}
+
+    def is_sparse(self, name: str) -> bool:
+        return self.kinds[name][1] != torch.strided
+
+
+def in_buckets(
+    reductions: Sequence[Reduction], sizes: Sizes, bucket_bytes: int
+) -> Iterator[Reduction]:
+    """Each with the number of its bucket: those that are reduced at one time, over the same ranks,
+    in one dtype."""
+    open_: dict[tuple, tuple[int, int]] = {}  # number and bytes
+    count = 0
+    for reduction in reductions:
+        # By what must be alike in one buffer: when it is due, who has parts, who gets the sum, the
+        # type.
+        kind, size = sizes.kinds[reduction.name], sizes.bytes[reduction.name]
+        who = reduction.ranks, reduction.members, reduction.owner is None
+        key = (reduction.stages[0], *who, kind)
+        number, filled = open_.get(key, (-1, 0))
+        # nobody knows beforehand how many elements of a sparse one travel, so it shares no buffer
+        if number < 0 or filled + size > bucket_bytes or sizes.is_sparse(reduction.name):
+            number, filled, count = count, 0, count + 1
+        open_[key] = number, filled + size
+        yield attrs.evolve(reduction, bucket=number)
