@@ -10,7 +10,7 @@ from pfeife.data.replicas import Replicas
 from pfeife.ir.messages import holders
 from pfeife.ir.parts import Reduction, Role
 from pfeife.ir.program import Program
-from pfeife.passes.reductions import Sizes, in_buckets, reduction_of
+from pfeife.passes.reductions import Sizes, in_buckets, reduction_of, within_ranks
 
 
 def dp_wrap(mesh: Mesh, replicas: Replicas | None = None) -> Callable[[Program], Program]:
@@ -33,7 +33,8 @@ def dp_wrap(mesh: Mesh, replicas: Replicas | None = None) -> Callable[[Program],
     def run(program: Program) -> Program:
         _check(program, mesh)
         if mesh.replicas == 1:
-            return program
+            own = within_ranks(program, program.reductions, replicas.bucket_bytes)
+            return program if own == program.reductions else attrs.evolve(program, reductions=own)
         trained = dict.fromkeys(port.fqn for port in program.ports(Role.GRADIENT))
         calls_of = holders(program)
         wrapped = attrs.evolve(program, replicas=mesh.replicas)

@@ -12,7 +12,7 @@ from pfeife.ir.messages import holders, origins
 from pfeife.ir.nodes import receive, send
 from pfeife.ir.parts import Reduction, Role
 from pfeife.ir.program import Program
-from pfeife.passes.reductions import Sizes, in_buckets, reduction_of
+from pfeife.passes.reductions import reduction_of, within_ranks
 
 
 def insert_send_recv(
@@ -115,12 +115,7 @@ class _Sender:
 def _shared_gradients(
     program: Program, owners: Mapping[str, frozenset[int]]
 ) -> tuple[Reduction, ...]:
-    """Those of one rank alone, of whose members each has a part, travel in buckets."""
     trained = dict.fromkeys(port.fqn for port in program.ports(Role.GRADIENT))
     calls_of = holders(program)
     each = [reduction_of(program, name, calls_of[name], owners.get(name, ())) for name in trained]
-    in_parts = [reduction for reduction in each if reduction.members > 1]
-    return (
-        *(r for r in each if len(r.ranks) > 1 and r.members == 1),
-        *in_buckets(in_parts, Sizes(program), BUCKET_BYTES),
-    )
+    return within_ranks(program, each, BUCKET_BYTES)
