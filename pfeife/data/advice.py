@@ -20,6 +20,8 @@ def advice(forecast: Forecast) -> str:
     reduced = sum(wait.seconds for wait in forecast.waits if wait.kind == "reduces")
     again = _seconds_in(forecast, longest, "again_seconds")
     telling = _seconds_in(forecast, longest, "telling_seconds")
+    may_share = forecast.replicas > 1 and not forecast.shared_out
+    more = ", or a data_parallel of shard for the replicas" if may_share else ""
     # What is left of the step of the rank that computes longest.
     filling = step - longest.computing_seconds - messages - reduced
     # One sentence, about the largest loss: advice on all of them is a report, and the losses
@@ -31,8 +33,8 @@ def advice(forecast: Forecast) -> str:
         f"gradients are reduced for {reduced / step:.0%} of the step: join the replicas by faster "
         "links, or take more microbatches a step": reduced,
         f"rank {longest.rank} computes again for {again / step:.0%} of the step, to fit into its "
-        "memory: take ranks with more of it, more ranks a pipeline, more members a stage, or a "
-        "data_parallel of shard for replicas": again,
+        "memory: take ranks with more of it, more ranks a pipeline, or more members a stage"
+        f"{more}": again,
         f"members of a stage wait for one another for {telling / step:.0%} of the step: take fewer "
         f"than {forecast.members} members a stage, or a faster link between them": telling,
     }

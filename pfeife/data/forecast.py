@@ -72,7 +72,8 @@ class Forecast:
     not known. `waits` is the critical path, the longest part first. `network` says what joins the
     ranks, where that was asked for; `cut_blocks` are the model's repeated blocks that several
     stages share. `parameter_bytes` are those of `parameters`.
-    `asked` is what was asked for in words, by their names, if the command line was.
+    `asked` is what was asked for in words, by their names, if the command line was. Replicas have
+    `shared_out` gradients and optimizer state, or each has all.
     """
 
     machine: str
@@ -96,6 +97,7 @@ class Forecast:
     parameter_bytes: int = attrs.field(default=0, validator=checks.not_negative)
     asked: dict[str, str] = attrs.field(factory=dict)
     members: int = attrs.field(default=1, validator=checks.positive)
+    shared_out: bool = False
 
     @property
     def world(self) -> int:

@@ -53,6 +53,7 @@ def forecast_of(
         waits=waits_of(run.path or run.timeline, plan.stage_ranks, run.telling),
         parameter_bytes=sum(map(_bytes, program.ports(Role.PARAMETER))),
         members=program.members,
+        shared_out=any(reduction.owner is not None for reduction in program.reductions),
     )
 
 

@@ -64,6 +64,15 @@ def test_what_is_advised_makes_it_better(widths, question, said, better):
     assert spent(other) < 0.95 * spent(found) if better else spent(other) == spent(found)
 
 
+@pytest.mark.parametrize(("replicas", "how"), [(1, "average"), (2, "average"), (2, "shard")])
+def test_only_what_is_not_done_yet_is_advised(replicas, how):
+    """Ranks that compute again to save memory: replicas may share out state, if they do not."""
+    asked = {"recompute": "always", "microbatches": 64, "data_parallel": how}
+    text = advice(forecast(*EVEN, ranks=2 * replicas, replicas=replicas, **asked))
+    assert "computes again" in text
+    assert ("data_parallel of shard" in text) == (replicas == 2 and how == "average")
+
+
 def test_tables_fit_where_they_are_shown():
     found = forecast(*EVEN, optimizer="AdamW")
     wide, narrow = report.forecast_table(found), report.forecast_table(found, 70)
