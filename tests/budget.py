@@ -41,7 +41,7 @@ BUDGET = {
     "ir": 1500,
     "ir/editing": 490,
     "lowering": 1270,
-    "passes": 1650,
+    "passes": 1670,
     "report": 840,
     "report/page": 780,
     "runtime": 840,

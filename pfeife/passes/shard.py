@@ -8,7 +8,7 @@ from typing import Any, Literal
 import attrs
 from torch import fx
 
-from pfeife.factors.equation import Place
+from pfeife.factors.equation import Place, Rule
 from pfeife.factors.rules import RINGS, RULES
 from pfeife.factors.ways import Way, Ways, dividing
 from pfeife.ir.members import Split
@@ -70,17 +70,14 @@ def shard(
     def run(program: Program) -> Program:
         if program.calls or program.members > 1:
             raise ValueError("shard: the program is fused or sharded already; shard a flat one")
-        ports = program.ports(Role.PARAMETER)
-        wanted = _by_name(ports, of_all(ports) if placements == "auto" else placements)
-        places = {port.name: _places(port, wanted[port.name], members) for port in ports}
-        free = {name for name, place in wanted.items() if isinstance(place, str)}
-        ways = Ways(program, members, places, free, RINGS if attention == "ring" else RULES)
+        ways = _ways(program, placements, members, RINGS if attention == "ring" else RULES)
         numbers = decided(
             lambda: _numbers(ways, _chosen(program, ways, prices or _FEWEST_BYTES, unknown))
         )
         pairs = zip(ways.nodes, json.loads(numbers), strict=True)
         chosen = {node: ways.of[node][number] for node, number in pairs}
-        local = Member(program, _splits(ports, chosen, members), chosen, members).program()
+        splits = _splits(program.ports(Role.PARAMETER), chosen, members)
+        local = Member(program, splits, chosen, members).program()
         return local if keepers is None else _kept(local, keepers)
 
     return run
@@ -92,6 +89,20 @@ _FEWEST_BYTES = Prices(
     send=lambda size: size + 1.0,
     copy=lambda size: 1e-3 * size,
 )
+
+
+def _ways(
+    program: Program,
+    placements: Placements | Literal["auto"],
+    members: int,
+    rules: Mapping[str, Rule],
+) -> Ways:
+    """In which ways its nodes may be computed where parameters are cut so."""
+    ports = program.ports(Role.PARAMETER)
+    wanted = _by_name(ports, of_all(ports) if placements == "auto" else placements)
+    places = {port.name: _places(port, wanted[port.name], members) for port in ports}
+    free = {name for name, place in wanted.items() if isinstance(place, str)}
+    return Ways(program, members, places, free, rules)
 
 
 def _numbers(ways: Ways, chosen: Mapping[fx.Node, Way]) -> str:
