@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from processes import bounded
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 SOON = 15.0  # seconds in which all ranks have come out of all faults, on a busy machine
 
 
