@@ -28,7 +28,7 @@ BUDGET = {
     "compilers": 360,
     "cost": 860,
     "data": 1230,
-    "factors": 1060,
+    "factors": 1080,
     "frontend": 1180,
     "frontend/aot": 480,
     "frontend/cache": 450,

@@ -87,7 +87,8 @@ def _kernel(operation: Operation, *, ring: bool) -> Kernel | None:
         return None
     mask = next((name for name in _MASKS if arguments.get(name) is not None), None)
     on_cpu = target in (ON_CPU, ON_CPU_BACKWARD)
-    if mask is not None and not (on_cpu and operation.shape_of(mask)[-1] == keys):
+    by_key = mask is not None and on_cpu and operation.shape_of(mask)[-1] == keys
+    if mask is not None and (arguments["is_causal"] or not by_key):
         return None
     return Kernel(target, arguments["is_causal"], ring, len(_sums_of_rows(operation)), mask)
 

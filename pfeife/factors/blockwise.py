@@ -59,14 +59,10 @@ class Kernel:
         """
         blocks = self._blocks(make, part)
         mask = _Mask(blocks, part.arguments[self.mask]) if self.mask else None
-        out, sums, *rest = blocks.computed(blocks.own)
-        if mask:
-            sums = mask.sums(blocks.own, sums)
+        out, sums, *rest = mask.computed(blocks.own) if mask else blocks.computed(blocks.own)
         for block in blocks.others():
-            more, added, *_ = blocks.computed(block)
+            more, added, *_ = mask.computed(block) if mask else blocks.computed(block)
             added = blocks.unless_after(block, added, float("-inf"))
-            if mask:
-                added = mask.sums(block, added)
             both = make(aten.logaddexp.default, sums, added)
             own = self._weighted(make, out, make(aten.sub.Tensor, sums, both))
             more = self._weighted(make, more, make(aten.sub.Tensor, added, both))
@@ -136,13 +132,15 @@ class _Blocks(ABC):
     def back(self, gradients: list[fx.Node]) -> fx.Node:
         """The gradients that have been collected, as one."""
 
-    def computed(self, block: _Block) -> list[fx.Node]:
-        """What the kernel gives of a member's queries and one block, each result."""
+    def computed(self, block: _Block, columns: fx.Node | None = None) -> list[fx.Node]:
+        """What the kernel gives of a member's queries and one block, each result, with the columns
+        of its mask unless others are given."""
         causal = self.kernel.is_causal and block.at == 0
         given = {**self.part.arguments, "key": block.key, "value": block.value, "is_causal": causal}
         given |= {"compute_log_sumexp": True, "max_q": self.part.size, "max_k": self.part.size}
         if self.kernel.mask:
-            given[self.kernel.mask] = self.columns(block, self.part.arguments[self.kernel.mask])
+            mask = self.part.arguments[self.kernel.mask]
+            given[self.kernel.mask] = columns or self.columns(block, mask)
         args, kwargs = in_order(self.kernel.operation, given)
         call = self.make(self.kernel.operation, *args, **kwargs)
         results = range(len(self.kernel.operation._schema.returns))
@@ -167,36 +165,57 @@ class _Blocks(ABC):
 
 
 class _Mask:
-    """What a mask adds to the scores of a member's queries, where that leaves nothing of them: a
-    kernel of a CPU gives 0 for the sum of a row without keys, and of a row whose scores a mask of
-    -1e9 has rounded away it gives that number alone, whatever the keys are. Of such rows sums are
-    those of equal scores, as the kernel takes them."""
+    """What a mask adds to the scores of a member's queries.
+
+        scores of a row      mask           the kernel's sum       here, less the row's largest
+        0.3  0.1  | 0.2      -1e4 each      -1e4, but for .001     log(exp(0.3) + exp(0.1)) | 0.2
+        0.3  0.1  | 0.2      -1e9 each      -1e9                   log(2) | log(1): scores are lost
+        0.3  0.1  | 0.2      -inf each      0, and an out of 0     log(2) | log(1)
+
+    The sums of two blocks say how much each counts, so they are needed without the number that is
+    the largest of the row: in it their fractions are lost, and from about 8 / eps on the scores as
+    well, so that one device takes all its keys alike. Below that it rounds scores, which is not
+    done here.
+    """
 
     def __init__(self, blocks: _Blocks, mask: fx.Node):
         self.blocks, self.make, self.mask = blocks, blocks.make, mask
         self.dtype = torch.promote_types(blocks.part.dtype, torch.float32)  # of sums
         self.most = self.make(aten.amax.default, mask, [-1], True)
-        least = -1 / torch.finfo(self.dtype).eps  # below it numbers have no fractions
-        self.lost = self._of_rows(self.make(aten.lt.Scalar, self.most, least))
+        size = self.make(aten.abs.default, self.most)
+        self.lost = self.make(aten.gt.Scalar, size, 8 / torch.finfo(self.dtype).eps)
 
-    def sums(self, block: _Block, sums: fx.Node) -> fx.Node:
-        """The sums of a block's keys."""
+    def computed(self, block: _Block) -> list[fx.Node]:
+        """What the kernel gives of a block, with sums less the largest number of the row."""
         make, columns = self.make, self.blocks.columns(block, self.mask)
-        most = make(aten.amax.default, columns, [-1], True)
-        empty = self._of_rows(make(aten.eq.Scalar, most, float("-inf")))
+        less = make(aten.sub.Tensor, columns, self.most)
+        less = make(aten.where.self, self.lost, columns, less)
+        out, sums, *rest = self.blocks.computed(block, less)
         keys = make(aten.eq.Tensor, columns, self.most)
         keys = make(aten.sum.dim_IntList, keys, [-1], True, dtype=self.dtype)
-        alike = self._of_rows(make(aten.log.default, keys))
+        most = make(aten.amax.default, columns, [-1], True)
+        empty = self._of_rows(make(aten.eq.Scalar, most, float("-inf")))
         # Two blocks without keys are one: of their sums there is a difference, of infinities none.
-        sums = make(aten.masked_fill.Scalar, sums, empty, torch.finfo(self.dtype).min / 2)
-        return make(aten.where.self, self.lost, alike, sums)
+        sums = make(aten.masked_fill.Scalar, sums, empty, self._least)
+        alike = make(aten.clamp.default, make(aten.log.default, keys), self._least)
+        return [
+            out,
+            make(aten.where.self, self._of_rows(self.lost), self._of_rows(alike), sums),
+            *rest,
+        ]
 
     def whole_sums(self, sums: fx.Node) -> fx.Node:
         """Those of all keys, as the kernel gives them."""
         make = self.make
         most = make(aten._to_copy.default, self._of_rows(self.most), dtype=self.dtype)
+        whole = make(aten.add.Tensor, most, sums)
         none = make(aten.eq.Scalar, most, float("-inf"))
-        return make(aten.where.self, self.lost, make(aten.masked_fill.Scalar, most, none, 0), sums)
+        return make(aten.masked_fill.Scalar, whole, none, 0)
+
+    @property
+    def _least(self) -> float:
+        """The sum of no keys."""
+        return torch.finfo(self.dtype).min / 2
 
     def _of_rows(self, value: fx.Node) -> fx.Node:
         """A number for each row, as sums are."""

@@ -143,6 +143,7 @@ def test_long_sequences_are_cut_through_attention(members, causal, attention):
     [
         *((-torch.inf, torch.float64, 1e-13), (-torch.inf, torch.float32, 1e-6)),
         *((torch.finfo(torch.float64).min, torch.float64, 1e-13), (-1e9, torch.float32, 1e-6)),
+        *((-1e17, torch.float64, 1e-13), (1e9, torch.float32, 1e-6)),
     ],
 )
 @pytest.mark.parametrize("rows", ["some", "whole", "keys", "causal"])
