@@ -181,13 +181,14 @@ class _Mask:
     def __init__(self, blocks: _Blocks, mask: fx.Node):
         self.blocks, self.make, self.mask = blocks, blocks.make, mask
         self.dtype = torch.promote_types(blocks.part.dtype, torch.float32)  # of sums
-        self.most = self.make(aten.amax.default, mask, [-1], True)
+        # In the type of sums: the least numbers of float16 are near to others.
+        self.most = self._exactly(self.make(aten.amax.default, mask, [-1], True))
         size = self.make(aten.abs.default, self.most)
         self.lost = self.make(aten.gt.Scalar, size, 8 / torch.finfo(self.dtype).eps)
 
     def computed(self, block: _Block) -> list[fx.Node]:
         """What the kernel gives of a block, with sums less the largest number of the row."""
-        make, columns = self.make, self.blocks.columns(block, self.mask)
+        make, columns = self.make, self._exactly(self.blocks.columns(block, self.mask))
         less = make(aten.sub.Tensor, columns, self.most)
         less = make(aten.where.self, self.lost, columns, less)
         out, sums, *rest = self.blocks.computed(block, less)
@@ -206,11 +207,13 @@ class _Mask:
 
     def whole_sums(self, sums: fx.Node) -> fx.Node:
         """Those of all keys, as the kernel gives them."""
-        make = self.make
-        most = make(aten._to_copy.default, self._of_rows(self.most), dtype=self.dtype)
+        make, most = self.make, self._of_rows(self.most)
         whole = make(aten.add.Tensor, most, sums)
         none = make(aten.eq.Scalar, most, float("-inf"))
         return make(aten.masked_fill.Scalar, whole, none, 0)
+
+    def _exactly(self, value: fx.Node) -> fx.Node:
+        return self.make(aten._to_copy.default, value, dtype=self.dtype)
 
     @property
     def _least(self) -> float:

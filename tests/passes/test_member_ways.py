@@ -144,13 +144,14 @@ def test_long_sequences_are_cut_through_attention(members, causal, attention):
         *((-torch.inf, torch.float64, 1e-13), (-torch.inf, torch.float32, 1e-6)),
         *((torch.finfo(torch.float64).min, torch.float64, 1e-13), (-1e9, torch.float32, 1e-6)),
         *((-1e17, torch.float64, 1e-13), (1e9, torch.float32, 1e-6)),
+        *((-torch.inf, torch.float16, 0.02), (-65504.0, torch.float16, 0.02)),
     ],
 )
 @pytest.mark.parametrize("rows", ["some", "whole", "keys", "causal"])
 def test_a_ring_with_a_mask(fill, dtype, within, rows):
     """Rows without a key in some block, or in any: what the mask adds there is all that is left of
     their scores, so that one device takes all keys alike, or none. In float32 numbers of 1e9 are
-    64 apart, and so are scores."""
+    64 apart, and so are scores. In float16 the least number is no farther than 65,504."""
     torch.manual_seed(0)
     mask = torch.zeros(1, 1, 1 if rows == "keys" else 48, 48, dtype=dtype)
     if rows == "causal":
