@@ -1,8 +1,8 @@
 """Attention over a cut sequence, block by block: a member has some of the queries.
 
                 keys 0     keys 1     keys 2          what is after a member's queries counts for
-    member 0    causal     after      after           nothing; each takes the blocks from its own
-    member 1    all        causal     after           one on and around, so that all of them run
+    member 0    causal     after      after           nothing; each takes its own block and those
+    member 1    all        causal     after           before it, around, so that all of them run
     member 2    all        all        causal          the same operations
 
 Blocks are joined by the sums of exponentials of their rows, as kernels do inside (Liu et al. 2023,
@@ -15,7 +15,8 @@ it has its own, and they go around, t - 1 times:
     keys, values    member 0 -> member 1 -> member 2 -> member 0    each computes with what it has
     gradients       the same way; each adds its own to what it was passed, until they are home
 
-Blocks are computed one after another, and none is kept.
+Blocks are computed one after another; of their results none is kept, but for the gradients of keys
+and values that all are given.
 """
 
 import itertools
@@ -59,9 +60,10 @@ class Kernel:
         """
         blocks = self._blocks(make, part)
         mask = _Mask(blocks, part.arguments[self.mask]) if self.mask else None
-        out, sums, *rest = mask.computed(blocks.own) if mask else blocks.computed(blocks.own)
+        computed = mask.computed if mask else blocks.computed
+        out, sums, *rest = computed(blocks.own)
         for block in blocks.others():
-            more, added, *_ = mask.computed(block) if mask else blocks.computed(block)
+            more, added, *_ = computed(block)
             added = blocks.unless_after(block, added, float("-inf"))
             both = make(aten.logaddexp.default, sums, added)
             own = self._weighted(make, out, make(aten.sub.Tensor, sums, both))

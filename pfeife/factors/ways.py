@@ -30,7 +30,7 @@ from pfeife.factors.equation import (
 )
 from pfeife.factors.rules import RULES, equation_of
 from pfeife.ir.members import addend, all_gather, all_reduce, all_to_all, part, reduce_scatter
-from pfeife.ir.nodes import is_source, operation_name, returned
+from pfeife.ir.nodes import is_source, operation_name, returned, value_of
 from pfeife.ir.parts import Role
 from pfeife.ir.program import Program
 from pfeife.ir.seeding import seeded
@@ -181,7 +181,8 @@ class Ways:
         """Of parts of sums, which are added up later and together."""
         reads = len(self.reads[node])
         both = node.target is aten.add.Tensor and reads == 2 and not node.kwargs
-        if both or (operation_name(node) in _LINEAR and reads == 1):
+        linear = operation_name(node) in _LINEAR or _widens(node)
+        if both or (linear and reads == 1):
             yield Way((SUM,) * reads, (SUM,))
 
     def _dropouts(self, node: fx.Node) -> Iterator[Way]:
@@ -213,6 +214,17 @@ class Ways:
             if found is not None and found[0].can_cut(found[1], self.members):
                 with contextlib.suppress(NoRule):  # open sizes say where a factor is
                     yield _along(*found)
+
+
+def _widens(node: fx.Node) -> bool:
+    """Whether it is a cast to a type that has all numbers of its operand's, as of a gradient that
+    is accumulated in a wider one."""
+    if node.target is not aten._to_copy.default:
+        return False
+    before, after = value_of(node.all_input_nodes[0]), value_of(node)
+    assert before is not None and after is not None
+    wider = torch.promote_types(before.dtype, after.dtype) == after.dtype
+    return wider and after.dtype.is_floating_point and before.dtype.is_floating_point
 
 
 def _starts(equation: Equation, dims: Dims, place: Place) -> Iterator[Place]:

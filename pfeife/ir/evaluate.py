@@ -204,8 +204,9 @@ def _whole(port: Port, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.stack([*parts])
     if port.split is not None:
         return port.split.join(parts)
-    for value in parts[1:]:
-        if not torch.allclose(value, parts[0], rtol=0.0, atol=0.0, equal_nan=True):
+    first, *others = (value.to_dense() for value in parts)  # of a sparse gradient too
+    for value in others:
+        if not torch.allclose(value, first, rtol=0.0, atol=0.0, equal_nan=True):
             raise ValueError(
                 f"the members of the program have different values of {port.role} {port.fqn}, "
                 "which is not cut: a sum of their parts is missing"

@@ -251,6 +251,7 @@ class Lockstep(fx.Interpreter):
         self.members = members
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """An operation of each member, a collective of all of them."""
         if target in MEANING:
             value, *rest = args
             return Each(tuple(MEANING[target](value.values, *rest)))
@@ -259,12 +260,15 @@ class Lockstep(fx.Interpreter):
         )
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """A body, in lockstep too."""
         return lockstep(self.fetch_attr(target), args)
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """What all members have alike."""
         return Each((super().get_attr(target, args, kwargs),) * self.members)
 
     def output(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """The results of each member."""
         return Each(tuple(self._of(i, args[0]) for i in range(self.members)))
 
     def _of(self, member: int, value: Any) -> Any:

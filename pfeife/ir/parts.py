@@ -160,9 +160,9 @@ class Call:
 class Reduction:
     """Once a step, after the last gradient: what becomes of one parameter's gradient.
 
-    The parts that `ranks` of one pipeline hold are added in the order of the ranks, then over the
-    `members` of these that have addends in theirs, then
-    over `replicas` pipelines in their order, and divided by these if it is to `average`.
+    The parts that `ranks` of one pipeline hold are added in the order of the ranks, then those of
+    so many `members` that have addends, then over `replicas` pipelines in their order, and divided
+    by these if it is to `average`.
     Those with one `bucket` travel together; without a number, each alone. The sum goes to the
     replica that is its `owner`, None: to all.
     """

@@ -10,7 +10,7 @@ from pfeife.data.replicas import Replicas
 from pfeife.ir.messages import holders
 from pfeife.ir.parts import Reduction, Role
 from pfeife.ir.program import Program
-from pfeife.passes.reductions import Sizes, in_buckets, reduction_of, within_ranks
+from pfeife.passes.reductions import Sizes, in_buckets, reduction_of
 
 
 def dp_wrap(mesh: Mesh, replicas: Replicas | None = None) -> Callable[[Program], Program]:
@@ -20,7 +20,8 @@ def dp_wrap(mesh: Mesh, replicas: Replicas | None = None) -> Callable[[Program],
     schedule runs after the last weight gradient, as `replicas` say (they average, unless given).
     This re-associates the sum over microbatches. To "shard", every gradient gets an owner, so that
     on every rank the replicas own about equally many bytes; sparse ones get none. Where the loss is
-    a sum or outside the step, gradients are added rather than averaged.
+    a sum or outside the step, gradients are added rather than averaged. What members of one
+    pipeline add up travels in the same buckets.
 
     Raises ValueError for replicas that are not as many as the mesh's, if the pipeline uses more
     ranks than the mesh has, or is replicated already, and for trained parameters that the step
@@ -33,8 +34,7 @@ def dp_wrap(mesh: Mesh, replicas: Replicas | None = None) -> Callable[[Program],
     def run(program: Program) -> Program:
         _check(program, mesh)
         if mesh.replicas == 1:
-            own = within_ranks(program, program.reductions, replicas.bucket_bytes)
-            return program if own == program.reductions else attrs.evolve(program, reductions=own)
+            return _over_members(program, replicas.bucket_bytes)
         trained = dict.fromkeys(port.fqn for port in program.ports(Role.GRADIENT))
         calls_of = holders(program)
         wrapped = attrs.evolve(program, replicas=mesh.replicas)
@@ -54,6 +54,16 @@ def dp_wrap(mesh: Mesh, replicas: Replicas | None = None) -> Callable[[Program],
         return attrs.evolve(wrapped, reductions=tuple(buckets))
 
     return run
+
+
+def _over_members(program: Program, bucket_bytes: int) -> Program:
+    """One pipeline, in which what members add up travels in buckets."""
+    shared = [reduction for reduction in program.reductions if reduction.members == 1]
+    added = [reduction for reduction in program.reductions if reduction.members > 1]
+    if not added:
+        return program
+    buckets = in_buckets(added, Sizes(program), bucket_bytes)
+    return attrs.evolve(program, reductions=(*shared, *buckets))
 
 
 def _check(program: Program, mesh: Mesh) -> None:

@@ -64,12 +64,13 @@ class Member:
 
     def program(self) -> Program:
         """The program of a member."""
-        ports = {port.name: port for port in self.whole.inputs}
+        ports, partial = {port.name: port for port in self.whole.inputs}, frozenset[str]()
         for node in self.whole.module.graph.nodes:
             if node.op == "placeholder":
                 self._input(node, ports[node.name])
             elif node.op == "output":
-                self.copy.graph.output(self._results())
+                partial = self._partial()
+                self.copy.graph.output(self._results(partial))
             elif is_source(node):
                 self._stands(node, self.copy.keep(node), None)
             else:
@@ -79,7 +80,10 @@ class Member:
                 self.whole,
                 module=self.copy.module(),
                 inputs=tuple(map(self._port, self.whole.inputs)),
-                outputs=tuple(map(self._port, self.whole.outputs)),
+                outputs=tuple(
+                    attrs.evolve(self._port(port), partial=port.name in partial)
+                    for port in self.whole.outputs
+                ),
                 members=self.members,
             )
         )
@@ -91,17 +95,15 @@ class Member:
 
     def _port(self, port: Port) -> Port:
         split = self._split_of(port)
-        if split is None:
-            return attrs.evolve(port, partial=self._is_partial(port))
-        return attrs.evolve(port, shape=split.local(port.shape), split=split)
+        return attrs.evolve(port, shape=split.local(port.shape), split=split) if split else port
 
-    def _is_partial(self, port: Port) -> bool:
-        """Whether members have addends of a gradient: they are added up once a step, and not in
-        each microbatch. Those of a sparse one are not of one shape."""
-        if port.role != Role.GRADIENT or port.fqn in self.splits:
-            return False
-        node = returned(self.whole.module)[port.name]
-        return self.places[node] == SUM and node.meta["val"].layout == torch.strided
+    def _partial(self) -> frozenset[str]:
+        """The ports of gradients of which members have addends: they are added up once a step, and
+        not in each microbatch. Those of a sparse one are not of one shape."""
+        nodes = returned(self.whole.module)
+        whole = (port for port in self.whole.ports(Role.GRADIENT) if port.fqn not in self.splits)
+        sums = (port.name for port in whole if self.places[nodes[port.name]] == SUM)
+        return frozenset(name for name in sums if nodes[name].meta["val"].layout == torch.strided)
 
     def _stands(self, node: fx.Node, copy: fx.Node, place: Any) -> None:
         self.places[node] = place
@@ -116,12 +118,12 @@ class Member:
             copy.meta["val"] = value.new_empty(split.local(value.shape))
         self._stands(node, copy, Place(split.dim, split.before))
 
-    def _results(self) -> dict[str, fx.Node]:
+    def _results(self, partial: frozenset[str]) -> dict[str, fx.Node]:
         nodes, results = returned(self.whole.module), {}
         for port in self.whole.outputs:
             split = self._split_of(port)
             wanted: Where = Place(split.dim, split.before) if split else None
-            if self._is_partial(port):
+            if port.name in partial:
                 wanted = SUM
             results[port.name] = self._at(nodes[port.name], wanted)
         return results

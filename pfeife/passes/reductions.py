@@ -24,18 +24,6 @@ def reduction_of(
     return Reduction(name, ranks, tuple(sorted(late)), program.replicas, members=members)
 
 
-def within_ranks(
-    program: Program, reductions: Sequence[Reduction], bucket_bytes: int
-) -> tuple[Reduction, ...]:
-    """Those of one pipeline: of several ranks, and, in buckets, over members."""
-    shared = [reduction for reduction in reductions if reduction.members == 1]
-    over_members = [reduction for reduction in reductions if reduction.members > 1]
-    return (
-        *(reduction for reduction in shared if len(reduction.ranks) > 1),
-        *in_buckets(over_members, Sizes(program), bucket_bytes),
-    )
-
-
 class Sizes:
     """What gradients are, by their parameters' names."""
 
@@ -46,6 +34,7 @@ class Sizes:
         self.kinds = {p.fqn: (p.dtype, results[p.name].meta["val"].layout) for p in ports}
 
     def is_sparse(self, name: str) -> bool:
+        """Whether a gradient is a table of some rows."""
         return self.kinds[name][1] != torch.strided
 
 

@@ -5,14 +5,13 @@ from collections.abc import Callable, Mapping
 import attrs
 from torch import fx
 
-from pfeife.data.replicas import BUCKET_BYTES
 from pfeife.ir.editing.absorb import absorb
 from pfeife.ir.editing.copying import Copy, copied
 from pfeife.ir.messages import holders, origins
 from pfeife.ir.nodes import receive, send
 from pfeife.ir.parts import Reduction, Role
 from pfeife.ir.program import Program
-from pfeife.passes.reductions import reduction_of, within_ranks
+from pfeife.passes.reductions import reduction_of
 
 
 def insert_send_recv(
@@ -118,4 +117,4 @@ def _shared_gradients(
     trained = dict.fromkeys(port.fqn for port in program.ports(Role.GRADIENT))
     calls_of = holders(program)
     each = [reduction_of(program, name, calls_of[name], owners.get(name, ())) for name in trained]
-    return within_ranks(program, each, BUCKET_BYTES)
+    return tuple(r for r in each if len(r.ranks) > 1 or r.members > 1)

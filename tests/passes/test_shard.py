@@ -1,6 +1,7 @@
 """Programs of one member of a group, against the whole: in float64, since sums that are cut are
 rounded otherwise."""
 
+import copy
 from functools import partial
 
 import attrs
@@ -251,6 +252,36 @@ def test_gradients_of_which_members_have_addends_are_added_up_once_a_step():
     }
     with pytest.raises(ValueError, match=r"has an addend of the gradient of 0\.weight, and no"):
         sched.lower(plan.schedule, attrs.evolve(ranks, reductions=()))
+
+
+@pytest.mark.parametrize("wide", [pfeife.accumulate_in, pfeife.master_weights])
+def test_gradients_in_a_wider_type_are_added_up_once_a_step_too(wide):
+    """Each addend is cast, in place of their sum."""
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8, bias=False))
+    narrow = model.bfloat16() if wide is pfeife.accumulate_in else copy.deepcopy(model).bfloat16()
+    x = torch.randn(4, 8).bfloat16()
+    program = wide(torch.float32)(pfeife.capture(lambda x: narrow(x).float().square().mean(), x))
+    local = shard({}, 2, prices=DEAR_TO_COMPUTE)(program)
+    partial = {port.fqn: port.dtype for port in local.outputs if port.partial}
+    assert partial == dict.fromkeys(("0.weight", "0.bias", "1.weight"), torch.float32)
+    assert collectives(local) == {"all_reduce": 1}  # of the loss
+    state = pfeife.state_of(program, model)
+    whole, parts = (pfeife.evaluate(p, state, [x, x + 1]).gradients for p in (program, local))
+    for name, gradient in whole.items():  # of products in bfloat16, of which one bit is 2 ** -8
+        assert (parts[name] - gradient).norm() < 2**-6 * gradient.norm()
+
+
+def test_a_table_of_rows_is_compared_as_any():
+    """Members that all have the same sparse gradient."""
+    table = nn.Embedding(16, 4, sparse=True, dtype=torch.float64)
+    rows = torch.tensor([[1, 2, 2]])
+    program = pfeife.capture(lambda rows: table(rows).square().mean(), rows)
+    local = shard({}, 2)(program)
+    whole, parts = (
+        pfeife.evaluate(p, pfeife.state_of(p, table), [rows]).gradients["weight"].to_dense()
+        for p in (program, local)
+    )
+    assert torch.equal(whole, parts)
 
 
 def test_no_logits_are_gathered_where_the_vocabulary_is_cut():

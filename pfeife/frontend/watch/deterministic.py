@@ -115,6 +115,7 @@ class Unseeded(fx.Interpreter):
     """Runs a graph whose random operations are called as eager calls them, for `Expected`."""
 
     def call_function(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """An operation, without its seed."""
         if target is seeded:
             target, args = args[0], args[3:]
         return super().call_function(target, args, kwargs)
