@@ -18,7 +18,7 @@ NMS = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 def prepare() -> None:
     """To be called before anything imports torchvision or torchaudio."""
-    if "torchvision" not in sys.modules and not _loads("torchvision", "_C.so"):
+    if "torchvision" not in sys.modules and not _loads("torchvision", "_C*.so"):
         for name in ("nms", "qnms"):
             if not hasattr(torch.ops.torchvision, name):
                 torch.library.define(f"torchvision::{name}", NMS)
@@ -29,14 +29,16 @@ def prepare() -> None:
         sys.modules.setdefault(extension.__name__, extension)
 
 
-def _loads(package: str, library: str) -> bool:
-    """Whether a package's library can be loaded; True where there is none of either."""
+def _loads(package: str, pattern: str) -> bool:
+    """Whether a package's libraries can be loaded; True where there is none of either."""
     spec = importlib.util.find_spec(package)
-    path = Path(spec.origin).parent / library if spec and spec.origin else None
-    if path is None or not path.exists():
-        return package != "torchvision" or path is None
+    folder = Path(spec.origin).parent if spec and spec.origin else None
+    libraries = sorted(folder.glob(pattern)) if folder else []
+    if not libraries:
+        return package != "torchvision" or folder is None
     try:
-        torch.ops.load_library(path)
+        for library in libraries:
+            torch.ops.load_library(library)
     except OSError:
         return False
     return True

@@ -233,6 +233,8 @@ def _other_roots(module: fx.GraphModule, bases: Collection[str]) -> set[str]:
 
 def _split_source(source: str) -> tuple[str, str, str]:
     """`L['m']._modules['a']._buffers['b']` as ("L['m']", "a.b", "_buffers")."""
+    # Of a module with a `__getattr__` of its own Dynamo reads the `__dict__`.
+    source = re.sub(r"\.__dict__\['(_modules|_parameters|_buffers)'\]", r".\1", source)
     step = r"\.(_modules|_parameters|_buffers)\['([^']+)'\]"
     run = re.search(rf"(?:{step})+$", source)
     if not run:

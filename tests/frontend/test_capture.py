@@ -54,6 +54,23 @@ def test_several_models_in_one_step():
     }
 
 
+def test_modules_with_a_getattr_of_their_own_have_their_names():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Linear(4, 4)
+
+        def __getattr__(self, name):
+            return super().__getattr__(name)
+
+        def forward(self, x):
+            return self.up(x)
+
+    net = nn.Sequential(Block(), Block())
+    program = pfeife.capture(lambda x: net(x).square().mean(), torch.randn(2, 4))
+    assert set(names(program, Role.PARAMETER)) == dict(net.named_parameters()).keys()
+
+
 def test_a_module_a_method_and_a_holder_can_be_the_step():
     class Trainer:
         def __init__(self):
