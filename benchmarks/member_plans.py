@@ -49,6 +49,18 @@ def mixtral(layers: int) -> nn.Module:
     return MixtralForCausalLM(MixtralConfig(num_hidden_layers=layers, use_cache=False))
 
 
+def qwen3_moe(layers: int) -> nn.Module:
+    """30 billion parameters with 48 layers; of 128 experts a token goes to 8."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {"hidden_size": 2048, "num_attention_heads": 32, "head_dim": 128, "num_experts": 128}
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            num_hidden_layers=layers, moe_intermediate_size=768, use_cache=False, **sizes
+        )
+    )
+
+
 @attrs.frozen
 class Case:
     """A model of so many layers, cut over members."""
@@ -70,6 +82,8 @@ CASES = {
     "Llama, 16 layers, 2 members": Case(llama, 16, 2),
     "Llama, 2 layers, 8 members": Case(llama, 2, 8),
     "Mixtral, 8 layers, 2 members": Case(mixtral, 8, 2),
+    "Mixtral, 2 layers, 8 members": Case(mixtral, 2, 8),
+    "Qwen3-MoE, 2 layers, 8 members": Case(qwen3_moe, 2, 8),
     "Llama, 2 layers, 8 members, 65,536 tokens": sequence("gather"),
     "the same in a ring": sequence("ring"),
 }

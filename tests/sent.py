@@ -2,6 +2,8 @@
 
 from collections import Counter
 
+import attrs
+
 import pfeife
 from pfeife.ir.members import ALONE, MEANING, messages
 from pfeife.ir.nodes import node_bytes, value_of
@@ -12,6 +14,7 @@ SENT = MEANING.keys() - ALONE
 DEAR_TO_COMPUTE = Prices(
     compute=lambda node: float(node_bytes(node) + 1), send=lambda size: 1e-3 * size, copy=float
 )
+CHEAP_TO_COPY = attrs.evolve(DEAR_TO_COMPUTE, copy=lambda size: 1e-3 * size)
 
 
 def collectives(program: pfeife.Program) -> Counter[str]:

@@ -21,7 +21,6 @@ from pfeife.ir.nodes import (
     find_node,
     has_effects,
     is_number,
-    is_sized_by_data,
     returned,
     source_line,
     value_of,
@@ -152,8 +151,7 @@ def _compiled(
 
     nodes = list(body.graph.nodes)
     effects = any(has_effects(n) or _is_of_data(n) for n in nodes if n.op == "call_function")
-    # compilers may drop or move an effect, and need sizes beforehand
-    if effects or any(map(is_sized_by_data, nodes)):
+    if effects:  # compilers may drop or move one
         return body
     return around_draws(body, compiled)
 

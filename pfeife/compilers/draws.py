@@ -1,5 +1,5 @@
-"""What no compiler sees of a body: draws, so that their numbers stay the same, and what members of
-a group tell one another, which the runtime does."""
+"""What no compiler sees of a body: draws, so that their numbers stay the same, what members of a
+group tell one another, which the runtime does, and values whose sizes data decide."""
 
 import operator
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from torch import fx
 
 from pfeife.ir.editing.copying import Copy, copied_part
 from pfeife.ir.members import MEANING
-from pfeife.ir.nodes import returned
+from pfeife.ir.nodes import is_sized_by_data, returned
 from pfeife.ir.seeding import seeded
 
 
@@ -24,20 +24,21 @@ def tells(body: fx.GraphModule) -> bool:
 
 
 def around_draws(body: fx.GraphModule, compiled: Callable[[fx.GraphModule], Callable]) -> Callable:
-    """A body whose draws and collectives run as they are, as a graph of these and of pieces that
-    lie between them, which `compiled` turns into functions. A body without them is one piece.
+    """A body whose draws and collectives run as they are, and what data decide the size of, as a
+    graph of these and of pieces that lie between them, which `compiled` turns into functions. A
+    body without them is one piece.
 
         body     linear  gelu  draw  mul  linear  draw  mul
         level    0       0     0     1    1       1     2
         is       [ piece_0  ]  draw  [ piece_1 ]  draw  [ piece_2 ]
     """
-    if not draws(body) and not tells(body):
+    levels, apart = _levels(body)
+    if not apart:
         return compiled(body)
     copy = Copy(body)
     for node in body.graph.nodes:
         if node.op == "placeholder":
             copy.keep(node)
-    levels, apart = _levels(body)
     # By levels, not one by one between draws: fewer pieces, and each is larger.
     for level in range(1 + max(levels.values())):
         members = [node for node, at in levels.items() if at == level]
@@ -51,9 +52,9 @@ def around_draws(body: fx.GraphModule, compiled: Callable[[fx.GraphModule], Call
 
 def _levels(body: fx.GraphModule) -> tuple[dict[fx.Node, int], set[fx.Node]]:
     """The level of each operation: a piece runs before what is apart on its level, and after that
-    of the level before. And what is: draws and collectives, or parts of draws that return several
-    tensors."""
-    apart = {node for node in body.graph.nodes if node.target is seeded or node.target in MEANING}
+    of the level before. And what is: draws, collectives and what is sized by data, or parts of
+    those that return several tensors."""
+    apart = set(filter(_is_apart, body.graph.nodes))
     levels: dict[fx.Node, int] = {}
     for node in body.graph.nodes:
         if node.op == "call_function":
@@ -63,6 +64,12 @@ def _levels(body: fx.GraphModule) -> tuple[dict[fx.Node, int], set[fx.Node]]:
             later = [levels[source] + (source in apart and node not in apart) for source in sources]
             levels[node] = max(later, default=0)
     return levels, apart
+
+
+def _is_apart(node: fx.Node) -> bool:
+    told = node.target is seeded or node.target in MEANING
+    of_data = any(map(is_sized_by_data, (node, *node.all_input_nodes)))
+    return told or (of_data and node.op == "call_function")
 
 
 def _add_piece(

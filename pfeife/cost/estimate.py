@@ -1,6 +1,6 @@
 """Costs without the device: a roofline over operations and bytes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from inspect import signature
 from typing import Any
 
@@ -11,7 +11,16 @@ from torch.utils import _pytree as pytree
 from pfeife.data.machine import Machine
 from pfeife.data.plan import Costs
 from pfeife.ir.flops import computed_dtype, node_flops, operation_of
-from pfeife.ir.members import ALONE, MEANING, all_to_all, messages, peers
+from pfeife.ir.members import (
+    ALONE,
+    MEANING,
+    added_rows,
+    all_to_all,
+    exchanged_bytes,
+    fetched_rows,
+    messages,
+    peers,
+)
 from pfeife.ir.messages import call_of
 from pfeife.ir.nodes import returned
 from pfeife.ir.outline import is_view
@@ -88,11 +97,23 @@ def _collective_seconds(node: fx.Node, machine: Machine) -> float:
     """What a member takes to tell the others its tensor and hear theirs, and to work on them."""
     target: Any = node.target
     arguments = signature(target).bind(*node.args, **node.kwargs).arguments
-    members, (value,) = arguments["members"], node.all_input_nodes
+    members, value = arguments["members"], node.all_input_nodes[0]
     along = target is all_to_all and arguments["old"] == arguments["new"]
-    sent = messages(target, _bytes(value.meta.get("val")), members, along_one=along)
+    sent = messages(target, _bytes(value), members, along_one=along)
+    if target in (fetched_rows, added_rows):
+        sent = [_exchanged(arguments)]
     moved = machine.launch_seconds + sum(_rooflines(node, machine))
     return moved + peers(target, members) * sum(map(machine.transfer_seconds, sent))
+
+
+def _exchanged(arguments: Mapping[str, Any]) -> int:
+    """The bytes that an exchange of rows sends to each other member, if data choose all alike."""
+    members, value = arguments["members"], arguments["value"].meta["val"]
+    cut = arguments.get("into", arguments["value"]).meta["val"]
+    starts = arguments["targets" if "into" in arguments else "sources"]
+    rows = len(cut) * (members if starts is None else 1)
+    row = value[:1].numel() * value.dtype.itemsize
+    return exchanged_bytes(rows, len(arguments["index"].meta["val"]), row, members)
 
 
 def compute_bound(node: fx.Node, machine: Machine) -> bool:
@@ -103,13 +124,18 @@ def compute_bound(node: fx.Node, machine: Machine) -> bool:
 
 def _rooflines(node: fx.Node, machine: Machine) -> tuple[float, float]:
     """Seconds that a node computes, and that it moves bytes."""
-    moved = sum(_bytes(source.meta.get("val")) for source in node.all_input_nodes)
-    moved += _bytes(node.meta.get("val"))
+    moved = sum(map(_bytes, (*node.all_input_nodes, node)))
     # What a node computes and what it moves overlap on any machine: the longer one counts.
-    computed = node_flops(node) / machine.flops_of(computed_dtype(node))
-    return computed, moved / machine.memory_bandwidth
+    flops = node_flops(node) / max(map(_sharers, (node, *node.all_input_nodes)))
+    return flops / machine.flops_of(computed_dtype(node)), moved / machine.memory_bandwidth
 
 
-def _bytes(value: Any) -> int:
-    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors)
+def _bytes(node: fx.Node) -> int:
+    """The bytes of a node's value, if data give all members alike of what they share out."""
+    leaves = pytree.tree_leaves(node.meta.get("val"))
+    tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors) // _sharers(node)
+
+
+def _sharers(node: fx.Node) -> int:
+    return int(node.meta.get("sharers", 1))

@@ -7,8 +7,6 @@ import torch
 
 from pfeife.factors.axes import dims_of
 from pfeife.factors.equation import Equation, Label, NoRule, Operation, equation, shape_of
-from pfeife.factors.experts import gradients_of_experts, matrices_of_experts, rows_of_experts
-from pfeife.factors.recipes import Recipe
 from pfeife.ir.nodes import value_of
 
 Labels = list[Label]
@@ -70,35 +68,28 @@ def grouped_product(operation: Operation) -> Equation:
     if ranks not in _GROUPED:
         raise NoRule
     letters = _GROUPED[ranks]
-    value, kernel = operation.node.meta["val"], operation.node.target
+    value = operation.node.meta["val"]
     grain = _ALIGNED // value.dtype.itemsize
     grains: dict[Label, int] = dict.fromkeys("mkn", grain)
     if ranks == (3, 3):
         return attrs.evolve(equation(operation, letters[:2], letters[2:]), grains=grains)
-    together = matrices_of_experts(kernel) if ranks == (2, 2) else rows_of_experts(kernel, "self")
-    return attrs.evolve(_of_experts(operation, letters[:2], letters[2:], together), grains=grains)
+    return attrs.evolve(_of_experts(operation, letters[:2], letters[2:]), grains=grains)
 
 
 def grouped_rows(operation: Operation) -> Equation:
     """The products by which transformers computes groups in other types than bfloat16."""
-    together = rows_of_experts(operation.node.target, "input")
-    return _of_experts(operation, ["mk", "ekn"], ["mn"], together)
+    return _of_experts(operation, ["mk", "ekn"], ["mn"])
 
 
 def grouped_gradients(operation: Operation) -> Equation:
     """Their backward, which gives the gradients of rows and matrices."""
-    together = gradients_of_experts(operation.node.target)
-    return _of_experts(operation, ["mk", "ekn", "mn"], ["mk", "ekn"], together)
+    return _of_experts(operation, ["mk", "ekn", "mn"], ["mk", "ekn"])
 
 
-def _of_experts(
-    operation: Operation, operands: Sequence[str], results: Sequence[str], together: Recipe
-) -> Equation:
-    """Of rows and experts, with the offsets behind the second operand: what a member's own experts
-    give of rows is a part of a sum."""
+def _of_experts(operation: Operation, operands: Sequence[str], results: Sequence[str]) -> Equation:
+    """Of rows and experts, with the offsets behind the second operand: a member's own experts
+    compute the rows that go to them."""
     offset: Sequence[Label] = ["offset"]
     labels = [*operands[:2], offset, *operands[2:]]
-    rule = equation(operation, labels, results, whole=["e", "m", "offset"])
-    pairs = zip(rule.sums, results, strict=True)
-    sums = tuple(summed if "e" in letters else summed | {"e"} for summed, letters in pairs)
-    return attrs.evolve(rule, recipes={"e": together}, sums=sums)
+    rule = equation(operation, labels, results, whole=["m", "offset"])
+    return attrs.evolve(rule, owned={"m": "e"})

@@ -32,6 +32,13 @@ class Place:
 
 
 @attrs.frozen
+class Chosen:
+    """Where rows are cut as data decide: in a dimension, by the experts to which they go."""
+
+    dim: int
+
+
+@attrs.frozen
 class Equation:
     """The factors of one operation, each with its size.
 
@@ -46,7 +53,8 @@ class Equation:
     count the elements of a factor. An operand with the number `once` is added to a sum. Some that
     is `whole` has one of the `recipes` by which members do it together. Of those with `grains` a
     member has a multiple of so many elements. Of some recipes operands are `passed` around all
-    members, each as often as its number is there.
+    members, each as often as its number is there. Rows that go to experts are `owned` by the factor
+    of these: where that is cut, a member has the rows of its own ones.
     """
 
     sizes: Mapping[Label, _torch.Size]
@@ -61,6 +69,7 @@ class Equation:
     recipes: Mapping[Label, Recipe] = attrs.field(factory=dict)
     grains: Mapping[Label, int] = attrs.field(factory=dict)
     passed: Mapping[Label, tuple[int, ...]] = attrs.field(factory=dict)
+    owned: Mapping[Label, Label] = attrs.field(factory=dict)
 
     def can_cut(self, label: Label, members: int) -> bool:
         """Whether every member can compute its part along a factor."""

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from pfeife.factors.equation import (
+    Chosen,
     Dims,
     Equation,
     Label,
@@ -28,41 +29,73 @@ from pfeife.factors.equation import (
     shape_of,
     tensors_of,
 )
+from pfeife.factors.experts import Owners
 from pfeife.factors.rules import RULES, equation_of
-from pfeife.ir.members import addend, all_gather, all_reduce, all_to_all, part, reduce_scatter
-from pfeife.ir.nodes import is_source, operation_name, returned, value_of
+from pfeife.ir.members import (
+    addend,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    joined_rows,
+    own_rows,
+    part,
+    placed_rows,
+    reduce_scatter,
+)
+from pfeife.ir.nodes import bound, is_source, operation_name, returned, value_of
 from pfeife.ir.parts import Role
 from pfeife.ir.program import Program
 from pfeife.ir.seeding import seeded
 
 aten = torch.ops.aten
 SUM = "sum"  # where a value is of which each member has a part of the sum
-Where = Place | str | None
+Where = Place | Chosen | str | None
 _MOST = 8  # places of one value
 # Of a sum of parts they give the sum of what they give of each.
 _LINEAR = (
     *("view", "_unsafe_view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze"),
-    *("expand", "clone", "alias", "detach", "neg"),
+    *("expand", "clone", "alias", "detach", "neg", "sum"),
 )
+_MADE = ("new_zeros", "new_ones", "new_empty", "new_full")  # with sizes of their own
 
 
 @attrs.frozen
 class Way:
     """How a node is computed: where its operands and results are, and whether each member computes
-    its part alone, along a factor of an equation if that is told. That of a parameter is where it
-    is."""
+    its part alone, along a factor of an equation if that is told, or by an `exchange` of rows. That
+    of a parameter is where it is."""
 
     operands: tuple[Where, ...]
     results: tuple[Where, ...]
     cut: bool = True
     equation: Equation | None = attrs.field(default=None, eq=False, repr=False)
     label: Label | None = attrs.field(default=None, eq=False)
+    exchange: bool = False
+
+    @property
+    def by_data(self) -> bool:
+        """Whether data decide what a member has of an operand or a result."""
+        return any(isinstance(place, Chosen) for place in (*self.operands, *self.results))
+
+
+def can_move(here: Where, there: Where) -> bool:
+    """Whether a value that is here may be wanted there. A sum may have an addend that all have;
+    rows that data choose are sent by exchanges alone."""
+    if here == there:
+        return True
+    if isinstance(there, Chosen):
+        return here is None
+    if isinstance(here, Chosen):
+        return there is None or there == SUM
+    return here is None or there != SUM
 
 
 def move_of(here: Where, there: Where) -> Callable[..., torch.Tensor]:
     """What brings a value from where it is to where it is wanted."""
     if here is None:
-        return addend if there == SUM else part
+        return addend if there == SUM else own_rows if isinstance(there, Chosen) else part
+    if isinstance(here, Chosen):
+        return joined_rows if there is None else placed_rows
     if here == SUM:
         return all_reduce if there is None else reduce_scatter
     return all_gather if there is None else all_to_all
@@ -87,7 +120,9 @@ class Ways:
         self.members, self.parameters, self.free = members, parameters, free
         self.nodes = [node for node in program.module.graph.nodes if node.op != "output"]
         self.reads = {node: tensors_of(node) for node in self.nodes}
-        self.places: dict[fx.Node, dict[Place, None]] = {node: {} for node in self.nodes}
+        self.places: dict[fx.Node, dict[Place | Chosen, None]] = {node: {} for node in self.nodes}
+        self.owners: dict[fx.Node, Owners] = {}  # of values with rows that data choose
+        self._before: dict[fx.Node, set[fx.Node]] = {}
         computed = (node for node in self.nodes if not is_source(node))
         self._equations = {node: _equation(node, rules) for node in computed}
         self._items: dict[Any, dict[Any, fx.Node]] = {}
@@ -145,12 +180,41 @@ class Ways:
             pairs += [(results[at], p) for at, p in enumerate(way.results) if at in results]
             for value, place in pairs:
                 known = self.places[value]
-                if not isinstance(place, Place) or place in known or len(known) == _MOST:
+                if not isinstance(place, Place | Chosen) or place in known or len(known) == _MOST:
                     continue
-                if not is_source(value) or value.name in self.free:
-                    known[place] = None
-                    changed.append(value)
+                if isinstance(place, Chosen):
+                    owners = self.owners_of(node)
+                    if owners is None or is_source(value) or value in self._decide(owners):
+                        continue
+                    if self.owners.setdefault(value, owners) != owners:
+                        continue
+                elif is_source(value) and value.name not in self.free:
+                    continue
+                known[place] = None
+                changed.append(value)
         return changed
+
+    def owners_of(self, node: fx.Node) -> Owners | None:
+        """Those of the rows of a node's operands and results that data choose, if they are the
+        same."""
+        equation = self._equations.get(node)
+        if equation is not None and equation.owned:
+            arguments = bound(node)
+            return Owners(arguments["offs"], equation.sizes[next(iter(equation.owned.values()))])
+        values = (*self.reads[node], *self._results(node).values())
+        owners = {self.owners[value] for value in values if value in self.owners}
+        return owners.pop() if len(owners) == 1 else None
+
+    def _decide(self, owners: Owners) -> set[fx.Node]:
+        """What is computed to know which rows are whose: each member needs all of it."""
+        if owners.offsets not in self._before:
+            before, todo = self._before.setdefault(owners.offsets, set()), [owners.offsets]
+            while todo:
+                value = todo.pop()
+                if value not in before:
+                    before.add(value)
+                    todo += value.all_input_nodes
+        return self._before[owners.offsets]
 
     def _results(self, node: fx.Node) -> Mapping[Any, fx.Node]:
         """The nodes of its results, by their numbers."""
@@ -164,6 +228,15 @@ class Ways:
         yield from self._in_parts(node)
 
     def _in_parts(self, node: fx.Node) -> Iterable[Way]:
+        if operation_name(node) not in _MADE:
+            return self._by_factors(node)
+        # It is the type of what it reads that matters, wherever that is.
+        (read,) = self.reads[node]
+        ways = [Way((None,), (None,)), *self._by_factors(node)]
+        places = (None, SUM, *self.places[read])
+        return [attrs.evolve(way, operands=(place,)) for place in places for way in ways]
+
+    def _by_factors(self, node: fx.Node) -> Iterable[Way]:
         places: list[Where] = [*self.places[node]]
         if is_source(node):
             # The batch is the same on all members: each may take its part of it.
@@ -175,42 +248,90 @@ class Ways:
         equation = self._equations[node]
         if equation is None:
             return ()
-        return itertools.chain(self._cuts(node, equation), self._of_sums(node))
+        return itertools.chain(
+            self._cuts(node, equation), self._exchanges(node, equation), self._of_sums(node)
+        )
 
     def _of_sums(self, node: fx.Node) -> Iterator[Way]:
         """Of parts of sums, which are added up later and together."""
         reads = len(self.reads[node])
-        both = node.target is aten.add.Tensor and reads == 2 and not node.kwargs
-        linear = operation_name(node) in _LINEAR or _widens(node)
-        if both or (linear and reads == 1):
+        name, both = operation_name(node), node.target is aten.add.Tensor and not node.kwargs
+        if (both and reads == 2) or (reads == 1 and (name in _LINEAR or _widens(node))):
             yield Way((SUM,) * reads, (SUM,))
+        elif name == "index":
+            yield Way((SUM, *(None,) * (reads - 1)), (SUM,))
+        elif name == "index_put" and bound(node)["accumulate"]:
+            yield Way((SUM, *(None,) * (reads - 2), SUM), (SUM,))
+
+    def _exchanges(self, node: fx.Node, equation: Equation) -> Iterator[Way]:
+        """Of rows that an index says, by who has them and who reads them: one of both, data have
+        cut, the other is cut into equal parts."""
+        name, reads = operation_name(node), self.reads[node]
+        if name not in ("index", "index_put") or not _of_rows(node, equation):
+            return
+        rows: tuple[Where, Where] = Place(0), Chosen(0)
+        for here, there in (rows, rows[::-1]):
+            value = reads[0] if name == "index" else reads[-1]
+            if (value if isinstance(here, Chosen) else node) not in self.owners:
+                continue
+            cut = node if isinstance(here, Chosen) else value
+            if Place(0) not in dividing(shape_of(cut), self.members):
+                continue
+            if name == "index":
+                yield Way((here, None), (there,), exchange=True)
+            elif bound(node)["accumulate"]:
+                yield Way((there, None, here), (there,), exchange=True)
 
     def _dropouts(self, node: fx.Node) -> Iterator[Way]:
         """Each member draws for the whole value, and keeps its part."""
         drops = node.args[0] is aten.native_dropout.default and node.args[4] != 1
         value = node.args[3] if drops else None
         for place in [*self.places[value]] if isinstance(value, fx.Node) else ():
+            if isinstance(place, Chosen):
+                continue
             operands = tuple(place if read is value else None for read in self.reads[node])
             yield Way(operands, (place, place))
 
     def _cuts(self, node: fx.Node, equation: Equation) -> Iterator[Way]:
         """Along the factors that begin where some operand or result may be cut."""
         results = self._results(node)
+        for label in equation.owned:
+            yield from self._by_data(node, equation, (label,))
         tensors = [*zip(self.reads[node], equation.operands, strict=True)]
         tensors += [(results[i], dims) for i, dims in enumerate(equation.results) if i in results]
         each = enumerate(tensors)
         places = [(at, dims, p) for at, (value, dims) in each for p in self.places[value]]
         for at, dims, place in places:
+            if isinstance(place, Chosen):
+                yield from self._by_data(node, equation, dims[place.dim])
+                continue
             # Asked for again whenever there are new places around the node.
             key = node, at, place
             if key not in self._cut:
                 self._cut[key] = [*self._starting(equation, dims, place)]
             yield from self._cut[key]
 
+    def _by_data(self, node: fx.Node, equation: Equation, labels: Sequence[Label]) -> Iterator[Way]:
+        """Along rows that data choose, where all that have them have them alike."""
+        owners, results = self.owners_of(node), self._results(node)
+        if owners is None or len(labels) != 1 or not _chooses(equation, labels[0], self.members):
+            return
+        way = _along_rows(equation, labels[0])
+        pairs = [*zip(self.reads[node], way.operands, strict=True)]
+        pairs += [(results[at], p) for at, p in enumerate(way.results) if at in results]
+        chosen = [value for value, place in pairs if isinstance(place, Chosen)]
+        before = self._decide(owners)
+        if all(self.owners.get(value, owners) == owners for value in chosen) and not any(
+            value in before for value, _ in pairs[len(way.operands) :]
+        ):
+            yield way
+
     def _starting(self, equation: Equation, dims: Dims, place: Place) -> Iterator[Way]:
         """Along the factors that begin at a place of a tensor, or in its dimension."""
         for start in _starts(equation, dims, place):
             found = equation.at(dims, start)
+            if found is not None and found[1] in equation.owned.values():
+                continue  # by the rows of experts
             if found is not None and found[0].can_cut(found[1], self.members):
                 with contextlib.suppress(NoRule):  # open sizes say where a factor is
                     yield _along(*found)
@@ -250,6 +371,40 @@ def _along(equation: Equation, label: Label) -> Way:
     if equation.once is not None and SUM in results:
         operands[equation.once] = SUM
     return Way((*operands,), (*results,), equation=equation, label=label)
+
+
+def _chooses(equation: Equation, label: Label, members: int) -> bool:
+    """Whether a member can compute what it has of rows that data choose."""
+    if label in equation.owned:
+        return equation.can_cut(equation.owned[label], members)
+    tensors = (*equation.operands, *equation.results)
+    alone = all(dim == (label,) for dims in tensors for dim in dims if label in dim)
+    sized = equation.shape is not None or label in equation.counts.values() or equation.averages
+    return alone and not sized and label not in equation.whole and label not in equation.grains
+
+
+def _along_rows(equation: Equation, label: Label) -> Way:
+    """The way in which rows are computed that data choose, and the experts that own them."""
+    cut = equation.owned.get(label, label)
+
+    def where(dims: Dims) -> Where:
+        at = next((at for at, dim in enumerate(dims) if label in dim), None)
+        return Chosen(at) if at is not None else equation.place(dims, cut)
+
+    operands, results = ([*map(where, t)] for t in (equation.operands, equation.results))
+    for at, summed in enumerate(equation.sums):
+        if label in summed:
+            results[at] = SUM
+    if equation.once is not None and SUM in results:
+        operands[equation.once] = SUM
+    return Way((*operands,), (*results,), equation=equation, label=cut)
+
+
+def _of_rows(node: fx.Node, equation: Equation) -> bool:
+    """Whether an index is one of whole rows."""
+    indices = bound(node)["indices"]
+    shape = shape_of(indices[0]) if len(indices) == 1 and indices[0] is not None else ()
+    return len(shape) == 1 and len(equation.operands[0][0]) == 1
 
 
 def dividing(shape: Shape, members: int) -> list[Place]:

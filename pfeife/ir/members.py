@@ -1,8 +1,9 @@
 """What the members of a group that shares the work of a stage tell one another, and what it means.
 
 A program with an axis of `t` members is one graph, which each of them runs on its part of the
-values. A value is the same on all of them (R), cut along a dimension (S), or a sum of which each
-has a part (P). Collectives make one of another:
+values. A value is the same on all of them (R), cut along a dimension (S), cut there as data decide
+(C: which rows go to whose experts), or a sum of which each has a part (P). Collectives make one of
+another:
 
     all_reduce      P    -> R       x0 + x1 + ..., added in the order of the members, or the largest
     all_gather      S(d) -> R       cat([x0, x1, ...], d)
@@ -11,6 +12,11 @@ has a part (P). Collectives make one of another:
     reduce_scatter  P    -> S(d)    member i gets its part of the sum
     all_to_all      S(d) -> S(e)    member i gets the i-th part in e of every member's
     shift           S(d) -> S(d)    member i gets the part of the one that comes so many later
+    own_rows        R    -> C(d)    member i keeps what lies from the i-th start on; nothing is sent
+    placed_rows     C(d) -> P       at their places, with zeros at those of the others
+    joined_rows     C(d) -> R       cat([x0, x1, ...], d)
+    fetched_rows    S, C -> S, C    x[index], of which each member is sent what its part reads
+    added_rows      S, C -> S, C    x added up at index, of which each is sent what is in its part
 
 `MEANING` has them as functions of the list of all members' tensors: `lockstep` runs a graph by
 these in one process, and ranks give the same bits.
@@ -86,6 +92,71 @@ def shift(value: torch.Tensor, by: int, members: int) -> torch.Tensor:
     return _shaped("shift", value, lambda: value.clone(memory_format=torch.contiguous_format))
 
 
+def own_rows(value: torch.Tensor, starts: torch.Tensor, dim: int, members: int) -> torch.Tensor:
+    """R -> C(dim). A member's own rows: from its start on up to the next one's. One alone is given
+    the most that these can be."""
+    return _shaped("own_rows", value, lambda: _all_rows(value))
+
+
+def placed_rows(value: torch.Tensor, starts: torch.Tensor, dim: int, members: int) -> torch.Tensor:
+    """C(dim) -> P. A member's own rows at their places, and zeros at those of the others."""
+    return _shaped("placed_rows", value, lambda: _all_rows(value))
+
+
+def joined_rows(value: torch.Tensor, dim: int, members: int) -> torch.Tensor:
+    """C(dim) -> R. All members' rows."""
+    return _shaped("joined_rows", value, lambda: _all_rows(value))
+
+
+def fetched_rows(
+    value: torch.Tensor,
+    index: torch.Tensor,
+    sources: torch.Tensor | None,
+    targets: torch.Tensor | None,
+    members: int,
+) -> torch.Tensor:
+    """S(0) or C(0) -> S(0) or C(0). x[index]: the rows of all members that a member's part of the
+    `index` (R) reads. Rows are cut by the starts `sources`, the index by `targets`; without them
+    into equal parts. Each row is sent once to whoever reads it."""
+    count = len(index) // (members if targets is None else 1)
+    return _shaped("fetched_rows", value, lambda: value.new_empty([count, *value.shape[1:]]))
+
+
+def added_rows(
+    value: torch.Tensor,
+    into: torch.Tensor,
+    index: torch.Tensor,
+    sources: torch.Tensor | None,
+    targets: torch.Tensor | None,
+    members: int,
+) -> torch.Tensor:
+    """S(0) or C(0) -> S(0) or C(0). A member's part of what `into` becomes where all members' rows
+    are added to it at the places of `index` (R), which are cut as they are, by `sources`; those of
+    the result by `targets`. What goes to one place is added up before it is sent."""
+    return _shaped("added_rows", value, lambda: _all_rows(into))
+
+
+def _all_rows(value: torch.Tensor) -> torch.Tensor:
+    return value.clone(memory_format=torch.contiguous_format)
+
+
+def in_pieces(
+    value: torch.Tensor, starts: torch.Tensor | None, members: int, dim: int = 0
+) -> list[torch.Tensor]:
+    """Every member's own of what is cut by starts, or into equal parts."""
+    if starts is None:
+        return [*value.chunk(members, dim)]
+    return [*value.tensor_split(starts[1:].cpu(), dim)]
+
+
+def check_rows(value: torch.Tensor, starts: torch.Tensor | None, member: int) -> None:
+    """Raises ValueError if a member has not as many rows as are between its start and the next."""
+    if starts is not None and member + 1 < len(starts):
+        expected = int(starts[member + 1] - starts[member])
+        if len(value) != expected:
+            raise ValueError(f"member {member} has {len(value)} rows, and {expected} are its own")
+
+
 @attrs.frozen
 class Split:
     """An axis of `members` cuts a tensor along dimension `dim` into equal parts: of each of
@@ -154,6 +225,45 @@ def _moved(
     return Split(new, members, new_before).parts(whole)
 
 
+def _placed(values: Tensors, dim: int) -> list[torch.Tensor]:
+    """Each member's tensor at its place, with zeros at those of the others."""
+    return [
+        torch.cat([v if i == member else torch.zeros_like(v) for i, v in enumerate(values)], dim)
+        for member in range(len(values))
+    ]
+
+
+def _alike(values: Tensors | None) -> torch.Tensor | None:
+    """What all members have alike, of what each has."""
+    return None if values is None else values[0]
+
+
+def _fetched(
+    values: Tensors, index: Tensors, sources: Tensors | None, targets: Tensors | None, members: int
+) -> list[torch.Tensor]:
+    pieces = in_pieces(index[0], _alike(targets), members)
+    for member, value in enumerate(values):
+        check_rows(value, _alike(sources), member)
+    return [torch.cat([*values])[piece] for piece in pieces]
+
+
+def _added(
+    values: Tensors,
+    into: Tensors,
+    index: Tensors,
+    sources: Tensors | None,
+    targets: Tensors | None,
+    members: int,
+) -> list[torch.Tensor]:
+    total = torch.cat([*into])
+    for member, value in enumerate(into):
+        check_rows(value, _alike(targets), member)
+    pieces = in_pieces(index[0], _alike(sources), members)
+    for places, value in zip(pieces, values, strict=True):
+        total = total + torch.zeros_like(total).index_add(0, places, value)
+    return in_pieces(total, _alike(targets), members)
+
+
 MEANING: Mapping[Callable[..., Any], Callable[..., list[torch.Tensor]]] = {
     member: lambda values, t: [
         torch.tensor(i, device=value.device) for i, value in enumerate(values)
@@ -169,17 +279,30 @@ MEANING: Mapping[Callable[..., Any], Callable[..., list[torch.Tensor]]] = {
     reduce_scatter: lambda values, dim, before, t: Split(dim, t, before).parts(reduced(values)),
     all_to_all: _moved,
     shift: lambda values, by, t: [values[(i + by) % t].contiguous() for i in range(t)],
+    own_rows: lambda values, starts, dim, t: [
+        in_pieces(value, starts[0], t, dim)[i].contiguous() for i, value in enumerate(values)
+    ],
+    placed_rows: lambda values, starts, dim, t: _placed(values, dim),
+    joined_rows: lambda values, dim, t: [torch.cat([*values], dim)] * t,
+    fetched_rows: _fetched,
+    added_rows: _added,
 }
 
 
 # What a member does alone, as it knows which one it is.
-ALONE = frozenset({member, part, addend})
+ALONE = frozenset({member, part, addend, own_rows})
 _SMALL = 1 << 16  # bytes, of which a sum takes as long to send in one message as in parts
 
 
 def peers(collective: Callable[..., Any], members: int) -> int:
     """How many others a member sends each of its `messages` to."""
     return 1 if collective is shift else members - 1
+
+
+def exchanged_bytes(rows: int, read: int, row: int, members: int) -> int:
+    """About as many bytes as an exchange sends from each member to each other one: of so many rows
+    of `row` bytes, of which an index reads so many, all alike, each once by a member."""
+    return min(rows, read // members) // members * row
 
 
 def messages(
@@ -208,6 +331,8 @@ def scratch(collective: Callable[..., Any], value: torch.Tensor, *rest: Any) -> 
     copy = 0 if value.is_contiguous() else size
     if collective is shift:
         return copy
+    if collective in (placed_rows, joined_rows, fetched_rows, added_rows):
+        return 2 * members * size  # at most: all of it to all, and as much of all
     # Two swap. More gather, for which torch makes a flat copy of all that arrives.
     gathering = copy + (members if members == 2 else 2 * members) * size
     if collective is all_gather:
@@ -253,8 +378,8 @@ class Lockstep(fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """An operation of each member, a collective of all of them."""
         if target in MEANING:
-            value, *rest = args
-            return Each(tuple(MEANING[target](value.values, *rest)))
+            own = (value.values if isinstance(value, Each) else value for value in args)
+            return Each(tuple(MEANING[target](*own)))
         return Each(
             tuple(target(*self._of(i, args), **self._of(i, kwargs)) for i in range(self.members))
         )

@@ -1,7 +1,7 @@
 """The graph of one member of a group, of a flat one of whole values."""
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,12 +9,14 @@ import attrs
 import torch
 from torch import fx
 
-from pfeife.factors.equation import Equation, Label, Place, tensors_of
+from pfeife._torch.attention import in_order
+from pfeife.factors.equation import Chosen, Equation, Label, Place, tensors_of
+from pfeife.factors.experts import Owners
 from pfeife.factors.recipes import Part
-from pfeife.factors.ways import SUM, Way, Where, move_of
+from pfeife.factors.ways import SUM, Way, Ways, Where, move_of
 from pfeife.ir.editing.copying import Copy
 from pfeife.ir.editing.infer_values import settle
-from pfeife.ir.members import Split, part
+from pfeife.ir.members import Split, added_rows, fetched_rows, joined_rows, part
 from pfeife.ir.nodes import (
     bound,
     is_source,
@@ -53,9 +55,15 @@ class Member:
     """
 
     def __init__(
-        self, whole: Program, splits: Mapping[str, Split], ways: Mapping[fx.Node, Way], members: int
+        self,
+        whole: Program,
+        splits: Mapping[str, Split],
+        chosen: Mapping[fx.Node, Way],
+        ways: Ways,
     ):
-        self.whole, self.splits, self.ways, self.members = whole, splits, ways, members
+        self.whole, self.splits, self.ways, self.members = whole, splits, chosen, ways.members
+        self.owners_of, self.owners = ways.owners_of, ways.owners
+        self.starts: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
         self.copy = Copy(whole.module)
         self.places: dict[fx.Node, Any] = {}
         self.copies: dict[tuple[fx.Node, Any], fx.Node] = {}
@@ -65,7 +73,7 @@ class Member:
     def program(self) -> Program:
         """The program of a member."""
         ports, partial = {port.name: port for port in self.whole.inputs}, frozenset[str]()
-        for node in self.whole.module.graph.nodes:
+        for node in self._in_turn():
             if node.op == "placeholder":
                 self._input(node, ports[node.name])
             elif node.op == "output":
@@ -88,6 +96,23 @@ class Member:
             )
         )
 
+    def _in_turn(self) -> Iterator[fx.Node]:
+        """All nodes, in the order of the graph, but that which rows are whose is computed before
+        what a member has of them."""
+        done: set[fx.Node] = set()
+        todo = [*reversed(self.whole.module.graph.nodes)]
+        while todo:
+            node = todo[-1]
+            way = self.ways.get(node)
+            owners = self.owners_of(node) if way is not None and way.by_data else None
+            needed = [*node.all_input_nodes, *([owners.offsets] if owners else [])]
+            missing = [need for need in needed if need not in done]
+            todo += missing
+            if not missing:
+                if todo.pop() not in done:
+                    yield node
+                done.add(node)
+
     def _split_of(self, port: Port) -> Split | None:
         """How a port is cut: a parameter, and its gradient alike."""
         cut = port.role in (Role.PARAMETER, Role.GRADIENT)
@@ -108,6 +133,13 @@ class Member:
     def _stands(self, node: fx.Node, copy: fx.Node, place: Any) -> None:
         self.places[node] = place
         self.copies[node, place] = copy
+        if isinstance(place, Chosen):
+            self._choose(copy)
+
+    def _choose(self, copy: fx.Node) -> fx.Node:
+        """Says of a value that data decide how many rows a member has of it."""
+        copy.meta |= {"sized_by_data": True, "sharers": self.members}
+        return copy
 
     def _input(self, node: fx.Node, port: Port) -> None:
         copy, split, value = self.copy.keep(node), self._split_of(port), value_of(node)
@@ -134,6 +166,8 @@ class Member:
             self._item(node, source)
         elif node.target is seeded and self.ways[node].cut:
             self._drop_out(node)
+        elif self.ways[node].exchange:
+            self._exchange(node, self.ways[node])
         else:
             self._in_its_way(node)
 
@@ -148,21 +182,55 @@ class Member:
             copy = self._make(node, operator.getitem, self.copies[source, places], index)
         self._stands(node, copy, places[index])
 
+    def _exchange(self, node: fx.Node, way: Way) -> None:
+        """Rows that an index says, from those who have them to those who read them."""
+        reads, (there,) = tensors_of(node), way.results
+        owners = self.owners_of(node)
+        assert owners is not None
+        starts, _ = self._starts(node, owners)
+        index, here = self._at(reads[1], None), way.operands[0 if len(reads) == 2 else -1]
+        cuts = [starts if isinstance(place, Chosen) else None for place in (here, there)]
+        value = self._at(reads[0 if len(reads) == 2 else -1], here, owners)
+        if len(reads) == 2:
+            copy = self._make(node, fetched_rows, value, index, *cuts, self.members)
+        else:
+            into = self._at(reads[0], there, owners)
+            copy = self._make(node, added_rows, value, into, index, *cuts, self.members)
+        if not _in_order(node):
+            self.laid_out.add(node)
+        self._stands(node, copy, there)
+
+    def _starts(self, like: fx.Node, owners: Owners) -> tuple[fx.Node, fx.Node]:
+        """Where each member's rows start, and the offsets of its own experts."""
+        if owners.offsets not in self.starts:
+            offsets = self._at(owners.offsets, None)
+            make = partial(self._make, like)
+            self.starts[owners.offsets] = owners.starts(make, offsets, self.members)
+        return self.starts[owners.offsets]
+
+    def _of_own_experts(self, node: fx.Node, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Arguments with the offsets of a member's own experts."""
+        owners = self.owners_of(node)
+        assert owners is not None
+        own = {**_named(node, args, kwargs), "offs": self._starts(node, owners)[1]}
+        return in_order(node.target, own)
+
     def _in_its_way(self, node: fx.Node) -> None:
         reads, way, name = tensors_of(node), self.ways[node], operation_name(node)
+        owners = self.owners_of(node) if way.by_data else None
         if name in (*_BY_LAYOUT, *_ALIGNED):
             # What is scattered into another one's memory is read by its elements.
             layouts = reads[:1] if name in _BY_LAYOUT else reads
             for read, place in zip(layouts, way.operands, strict=False):
-                self._at(read, place)  # which may put it in another order
+                self._at(read, place, owners)  # which may put it in another order
                 if read in self.laid_out and name in _BY_LAYOUT:
                     _check_whole(read, node)
                 if read in self.laid_out:
-                    self._lay_out(read, place)
+                    self._lay_out(read, place, owners)
         wanted, tensors = iter(way.operands), {*reads}
         args, kwargs = fx.node.map_arg(
             (node.args, node.kwargs),
-            lambda read: self._at(read, next(wanted) if read in tensors else None),
+            lambda read: self._at(read, next(wanted) if read in tensors else None, owners),
         )
         if way.equation is not None and way.label is not None:
             self._cut(node, way.equation, way.label, way.results, args, kwargs)
@@ -175,14 +243,17 @@ class Member:
             result.meta = dict(node.meta)
         self._stands(node, result, way.results if several else way.results[0])
 
-    def _lay_out(self, node: fx.Node, place: Where) -> None:
+    def _lay_out(self, node: fx.Node, place: Where, owners: Owners | None) -> None:
         """Lays out a value, or a part of it, with its dimensions in the order that they have in
         memory on one device."""
         order = _order_in_memory(node)
         back = sorted(range(len(order)), key=order.__getitem__)
-        copy = self._make(node, aten.permute.default, self._at(node, place), order)
+        copy = self._make(node, aten.permute.default, self._at(node, place, owners), order)
         copy = self._make(node, aten.clone.default, copy, memory_format=torch.contiguous_format)
-        self.copies[node, place] = self._make(node, aten.permute.default, copy, back)
+        copy = self._make(node, aten.permute.default, copy, back)
+        if isinstance(place, Chosen):
+            self._choose(copy)
+        self.copies[self._key(node, place, owners)] = copy
         if place is None:
             self.laid_out.discard(node)
 
@@ -239,6 +310,8 @@ class Member:
                 self._stands(node, made, places[0])
             return
         args, kwargs = self._localised(node, equation, label, args, kwargs)
+        if equation.owned and label in equation.owned.values():
+            args, kwargs = self._of_own_experts(node, args, kwargs)
         own = self._make(node, node.target, *args, **kwargs)
         if equation.averages and places[0] == SUM:
             own = self._make(node, aten.div.Scalar, own, self.members)
@@ -283,22 +356,34 @@ class Member:
             return self._make(node, operator.floordiv, size, self.members)
         return size if size == -1 else size // self.members
 
-    def _at(self, node: fx.Node, place: Where) -> fx.Node:
-        """A value where it is wanted."""
-        if (node, place) not in self.copies:
-            now = self.places[node]
+    def _at(self, node: fx.Node, place: Where, owners: Owners | None = None) -> fx.Node:
+        """A value where it is wanted; rows that data choose are those of some owners."""
+        now, key = self.places[node], self._key(node, place, owners)
+        if key not in self.copies:
             # Parts are joined in the order of dimensions, and ranks may add up sums in it.
             if not _in_order(node):
                 self.laid_out.add(node)
-            elif place is None and isinstance(now, Place):
+            elif place is None and isinstance(now, Place | Chosen):
                 self.laid_out.discard(node)
-            ends = [end for end in (now, place) if isinstance(end, Place)]
-            numbers = [number for end in ends for number in attrs.astuple(end)]
-            source = self.copies[node, now]
-            self.copies[node, place] = self._make(
-                node, move_of(now, place), source, *numbers, self.members
-            )
-        return self.copies[node, place]
+            copy = self._moved(node, now, place, owners or self.owners.get(node))
+            self.copies[key] = self._choose(copy) if isinstance(place, Chosen) else copy
+        return self.copies[key]
+
+    def _key(self, node: fx.Node, place: Where, owners: Owners | None) -> tuple[fx.Node, Any]:
+        """Of a value at a place: what all have may be cut for several owners."""
+        is_cut = isinstance(place, Chosen) and self.places[node] != place
+        return node, (place, owners) if is_cut else place
+
+    def _moved(self, node: fx.Node, now: Where, place: Where, owners: Owners | None) -> fx.Node:
+        """A value that is brought from where it is to where it is wanted."""
+        move, source = move_of(now, place), self.copies[node, now]
+        numbers: list[Any] = []
+        for end in (now, place):
+            numbers += attrs.astuple(end) if isinstance(end, Place | Chosen) else ()
+        if Chosen in (type(now), type(place)) and move is not joined_rows:
+            assert owners is not None
+            numbers.insert(0, self._starts(node, owners)[0])
+        return self._make(node, move, source, *numbers, self.members)
 
     def _make(self, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A node of the same line of the model as another one."""

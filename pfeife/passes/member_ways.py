@@ -26,9 +26,9 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 from torch import fx
 
-from pfeife.factors.equation import Place
-from pfeife.factors.ways import SUM, Way, Ways, Where, move_of
-from pfeife.ir.members import messages, peers
+from pfeife.factors.equation import Chosen, Place
+from pfeife.factors.ways import SUM, Way, Ways, Where, can_move, move_of
+from pfeife.ir.members import exchanged_bytes, messages, peers, placed_rows
 from pfeife.ir.nodes import is_source, node_bytes, returned, value_of
 from pfeife.ir.parts import Role
 from pfeife.ir.program import Program
@@ -143,9 +143,13 @@ class _Problem:
 
     def _passed(self, node: fx.Node, way: Way) -> float:
         """Seconds in which parts of its operands go around all members."""
+        members, reads = self.ways.members, self.ways.reads[node]
+        if way.exchange:  # by an index of the rows of the first one
+            row = node_bytes(reads[0]) // _length(reads[0])
+            size = exchanged_bytes(_length(reads[0]), _length(reads[1]), row, members)
+            return (members - 1) * self.prices.send(size)
         if way.equation is None:
             return 0.0
-        members, reads = self.ways.members, self.ways.reads[node]
         passed = (reads[at] for at in way.equation.passed.get(way.label, ()))
         return (members - 1) * sum(self.prices.send(node_bytes(read) // members) for read in passed)
 
@@ -179,8 +183,8 @@ class _Problem:
             (here, there): self._variable(0.0)
             for here in given
             for there in wanted
-            # A sum may have an addend that all have; one of several results stays.
-            if here == there or not (is_item or unsent or (there == SUM and here is not None))
+            # One of several results stays.
+            if here == there or (can_move(here, there) and not is_item and not unsent)
         }
         for (here, there), move in moves.items():
             if at == _GRADIENT and (here, there) == (SUM, None):
@@ -200,12 +204,17 @@ class _Problem:
         if here == there or value is None:
             return 0.0
         size = value.numel() * value.dtype.itemsize
-        if here is None:
+        if here is None or move_of(here, there) is placed_rows:
             return self.prices.copy(size // (1 if there == SUM else members))
-        own = size // (members if isinstance(here, Place) else 1)
+        own = size // (members if isinstance(here, Place | Chosen) else 1)
         along = isinstance(here, Place) and isinstance(there, Place) and here.dim == there.dim
         sent = messages(move_of(here, there), own, members, along_one=along)
         return peers(move_of(here, there), members) * sum(map(self.prices.send, sent))
+
+
+def _length(node: fx.Node) -> int:
+    """The rows of a value."""
+    return int(node.meta["val"].shape[0])
 
 
 def _wanted(way: Way, at: int) -> Where:

@@ -77,7 +77,7 @@ def shard(
         pairs = zip(ways.nodes, json.loads(numbers), strict=True)
         chosen = {node: ways.of[node][number] for node, number in pairs}
         splits = _splits(program.ports(Role.PARAMETER), chosen, members)
-        local = Member(program, splits, chosen, members).program()
+        local = Member(program, splits, chosen, ways).program()
         return local if keepers is None else _kept(local, keepers)
 
     return run

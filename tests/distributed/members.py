@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from rows import row
-from sent import DEAR_TO_COMPUTE
+from sent import CHEAP_TO_COPY, DEAR_TO_COMPUTE
 from torch import fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -34,11 +34,16 @@ from pfeife.factors import Place
 from pfeife.integrations.transformers import pipelined
 from pfeife.ir.members import (
     MEANING,
+    added_rows,
     addend,
     all_gather,
     all_reduce,
     all_to_all,
+    fetched_rows,
+    joined_rows,
+    own_rows,
     part,
+    placed_rows,
     reduce_scatter,
     shift,
 )
@@ -95,18 +100,24 @@ def compared(
     places=PLACES,
     prices=None,
     attention="gather",
+    made=None,
+    sent=frozenset(),
     **words,
 ) -> None:
     """A step on ranks against `evaluate`, of which each has its parts."""
     torch.manual_seed(0)
-    model = Words(**words)
+    model = (made or Words)(**words)
     microbatches = [torch.randint(24, (1, 12)) for _ in range(4)]
-    program = pfeife.capture(lambda tokens: model(tokens), microbatches[0])
+    program = pfeife.capture(
+        lambda tokens: model(tokens), microbatches[0], loss_reduction="mean" if made else None
+    )
     local = pfeife.compose(
         pfeife.shard(places, members, prices=prices, attention=attention),
         pfeife.fuse(),
         pfeife.split_backward(),
     )(program)
+    bodies = [*local.bodies.values()]
+    assert sent <= {node.target for body in bodies for node in body.graph.nodes}
     local = pfeife.annotate(estimate(local, CPU_CORE))(local)
     mesh = pfeife.Mesh(stages, replicas, members=members)
     plan = sched.plan(
@@ -156,15 +167,20 @@ def replicas_of_members() -> None:
 
 
 def gives_what_it_means(transport, members, collective, values, *args) -> None:
-    """One collective in a graph of its own, of a value of each member."""
+    """One collective in a graph of its own, of a value of each member; arguments may be lists of
+    these as well."""
     graph = fx.Graph()
-    read = graph.placeholder("x")
-    read.meta["val"] = values[0]
-    graph.output(graph.call_function(collective, (read, *args)))
+    each = [value for value in (values, *args) if isinstance(value, list)]
+    reads = {id(value): graph.placeholder(f"x{at}") for at, value in enumerate(each)}
+    for value in each:
+        reads[id(value)].meta = {"val": value[0], "sized_by_data": True}
+    own = (reads.get(id(value), value) for value in (values, *args))
+    graph.output(graph.call_function(collective, (*own,)))
     body = Collectives(lambda: transport).bound(fx.GraphModule({}, graph))
     member = transport.group.place
     expected = MEANING[collective](values, *args)[member]
-    assert torch.equal(body(values[member]), expected), (collective.__name__, args)
+    given = body(*(value[member] for value in each))
+    assert torch.equal(given, expected), (collective.__name__, args)
 
 
 @row(ranks=(2, 4))
@@ -196,6 +212,26 @@ def each_collective() -> None:
             check(part, values, *place, members)
             for other in ((0, 1), (1, 2), (1, 4)):
                 check(all_to_all, values, *place, *other, members)
+        for counts in ([3, 1, 0, 4], [0, 8, 0, 0], [2, 2, 2, 2])[: None if members == 4 else 2]:
+            own = [*counts[: members - 1], sum(counts[members - 1 :])]
+            rows_are_exchanged(check, members, own, dtype)
+
+
+def rows_are_exchanged(check, members, counts, dtype) -> None:
+    """Of members with so many rows of 8 each, by an index that repeats some and leaves out some."""
+    whole = (torch.randn(8, 5) * 100).to(dtype)
+    chosen, equal = [*whole.split(counts)], [*whole.chunk(members)]
+    starts = [torch.tensor(counts).cumsum(0) - torch.tensor(counts)] * members
+    check(own_rows, [whole] * members, starts, 0, members)
+    check(own_rows, [whole.t()] * members, starts, 1, members)
+    check(joined_rows, chosen, 0, members)
+    check(joined_rows, [value.t() for value in chosen], 1, members)
+    check(placed_rows, chosen, starts, 0, members)
+    index = [torch.tensor([7, 0, 0, 3, 3, 3, 5, 1])] * members
+    check(fetched_rows, chosen, index, starts, None, members)
+    check(fetched_rows, equal, index, None, starts, members)
+    check(added_rows, chosen, equal, index, starts, None, members)
+    check(added_rows, equal, chosen, index, None, starts, members)
 
 
 @row(ranks=(2, 4))
@@ -332,6 +368,18 @@ def a_loop_of_experts() -> None:
     importlib.import_module("transformers.integrations.moe")  # has the operator
     options = {"loss_reduction": "mean", "schedule": "zb-h1", "members": 2}
     trained_alike(Routed(), parallel={"experts.*": 0}, **options)
+
+
+@row(ranks=(2, 4))
+def rows_that_go_to_experts() -> None:
+    """And come back, of a batch that is cut: each member is sent those that its experts compute."""
+    members = int(os.environ["WORLD_SIZE"])
+    importlib.import_module("transformers.integrations.moe")
+    cut = {"places": {"experts.*": 0}, "prices": CHEAP_TO_COPY, "made": Routed}
+    cut["sent"] = {fetched_rows, added_rows}
+    compared(1, members, 1, "gpipe", **cut)
+    if members == 4:
+        compared(2, 2, 1, "zb-h1", **cut)
 
 
 @row(ranks=(4,))

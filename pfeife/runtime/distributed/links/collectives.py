@@ -12,11 +12,20 @@
 
 Each then does with them, in the order of members, what `MEANING` says: the bits of `evaluate`. A
 large sum is scattered and then gathered. What all of it needs of memory is `ir.members.scratch`.
+
+    fetched_rows of index 3 0 | 3 3         added_rows at 3 0 | 3 3
+    member 0    x0 x1 -----> x3 x0          member 0    x0 x1 -----> x1 .
+    member 1    x2 x3 -----> x3 x3          member 1    x2 x3 -----> . x0 + (x2 + x3)
+
+Who sends which rows follows from the index, which all have: no sizes are told.
 """
 
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import attrs
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -27,16 +36,23 @@ from pfeife.ir.members import (
     ALONE,
     MEANING,
     Split,
+    added_rows,
     addend,
     all_gather,
     all_reduce,
     all_to_all,
+    check_rows,
+    fetched_rows,
+    in_pieces,
+    joined_rows,
     messages,
+    own_rows,
     part,
+    placed_rows,
     reduce_scatter,
     shift,
 )
-from pfeife.ir.nodes import sizes_of, value_of
+from pfeife.ir.nodes import is_sized_by_data, sizes_of, value_of
 from pfeife.ir.program import Program
 from pfeife.runtime.distributed.links.connection import Connection
 
@@ -82,7 +98,9 @@ class Collectives:
 
         expected = value_of(node.all_input_nodes[0])
         assert expected is not None
-        dtype, sizes = expected.dtype, sizes_of(node.all_input_nodes[0])
+        dtype, sizes = expected.dtype, [*sizes_of(node.all_input_nodes[0])]
+        if is_sized_by_data(node.all_input_nodes[0]):
+            sizes = [None] * len(sizes)
 
         def collective(value: torch.Tensor, *rest: Any) -> torch.Tensor:
             # Gloo would end the process of a member that is sent more than it waits for. Sizes that
@@ -123,6 +141,18 @@ class Collectives:
             return old.joined(_exchanged(group, new.stacked(value)))
         if collective is shift:
             return _passed(group, value, rest[0])
+        if collective is fetched_rows:
+            index, sources, targets, _ = rest
+            check_rows(value, sources, place)
+            return _Exchange.of(group, len(value), index, sources, targets).fetched(value)
+        if collective is added_rows:
+            into, index, sources, targets, _ = rest
+            check_rows(into, targets, place)
+            return _Exchange.of(group, len(into), index, targets, sources).added(value, into)
+        if collective is joined_rows:
+            return _joined(group, value, rest[0])
+        if collective is placed_rows:
+            return _placed(group, value, rest[1])
         assert collective is all_reduce
         size = value.numel() * value.dtype.itemsize
         if len(messages(collective, size, members)) > 1:
@@ -142,6 +172,9 @@ def _alone(
     if collective is part:
         dim, before, members = rest
         return _part(Split(dim, members, before), value, place)
+    if collective is own_rows:
+        starts, dim, members = rest
+        return in_pieces(value, starts, members, dim)[place].clone()
     if collective is addend:
         return torch.zeros_like(value) if place else value
     return torch.tensor(place, device=value.device)
@@ -178,6 +211,98 @@ def _sum(
     for value in values[2:]:
         combine(total, value, out=total)
     return total
+
+
+@attrs.frozen(eq=False)
+class _Exchange:
+    """The rows that pieces of an index say, of rows that are cut over the members.
+
+    This member's piece is of `counts` rows of each member, without repetition, among which
+    `inverse` has its places; each member's piece says `own` of this one's rows.
+    """
+
+    group: Group
+    inverse: torch.Tensor
+    counts: list[int]
+    own: list[torch.Tensor]
+
+    @staticmethod
+    def of(
+        group: Group,
+        rows: int,
+        index: torch.Tensor,
+        starts: torch.Tensor | None,
+        pieces: torch.Tensor | None,
+    ) -> "_Exchange":
+        """That of a member with so many rows. Raises IndexError for rows that are not there."""
+        assert group.group is not None
+        place, members = group.group.place, len(group.group.ranks)
+        if starts is None:
+            starts = rows * torch.arange(members, device=index.device)
+        first, own, counts, inverse = int(starts[place]), [], [], index
+        for member, piece in enumerate(in_pieces(index, pieces, members)):
+            said, places = piece.unique(return_inverse=True)
+            ends = [*torch.searchsorted(said, starts).tolist(), len(said)]
+            own.append(said[ends[place] : ends[place + 1]] - first)
+            if ends[0] or int(own[-1].max() if len(own[-1]) else 0) > max(rows - 1, 0):
+                raise IndexError(f"{said.tolist()} are not all numbers of rows")
+            if member == place:
+                counts, inverse = [b - a for a, b in itertools.pairwise(ends)], places
+        return _Exchange(group, inverse, counts, own)
+
+    def fetched(self, value: torch.Tensor) -> torch.Tensor:
+        """What this member's piece says of all members' rows."""
+        told = [*map(len, self.own)]
+        return _sent(self.group, value[torch.cat(self.own)], told, self.counts)[self.inverse]
+
+    def added(self, value: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+        """This member's rows with what all pieces add to them."""
+        sums = value.new_zeros([sum(self.counts), *value.shape[1:]])
+        sums.index_add_(0, self.inverse, value)
+        told = [*map(len, self.own)]
+        total = into.clone()
+        received = _sent(self.group, sums, self.counts, told).split(told)
+        for rows, added in zip(self.own, received, strict=True):
+            total.index_add_(0, rows, added)
+        return total
+
+
+def _sent(group: Group, value: torch.Tensor, told: list[int], heard: list[int]) -> torch.Tensor:
+    """The rows that members have for this one, in their order, of so many each; it has `told` rows
+    of a tensor for each of them (collective)."""
+    assert group.group is not None
+    received = value.new_empty([sum(heard), *value.shape[1:]])
+    row = math.prod(value.shape[1:]) * value.dtype.itemsize
+    as_bytes = [tensor.flatten().view(torch.uint8) for tensor in (received, value)]
+    sizes = [[count * row for count in counts] for counts in (heard, told)]
+    group.wait(group.group.group.alltoall_base(*as_bytes, *sizes))
+    return received
+
+
+def _counts(group: Group, value: torch.Tensor, dim: int) -> list[int]:
+    """How many rows each member has (collective)."""
+    count = torch.tensor([value.shape[dim]], device=value.device)
+    counts: list[int] = _stacked(group, count).flatten().tolist()
+    return counts
+
+
+def _joined(group: Group, value: torch.Tensor, dim: int) -> torch.Tensor:
+    """All members' rows, of which each has as many as it has (collective)."""
+    counts, rows = _counts(group, value, dim), value.movedim(dim, 0)
+    told = [len(rows)] * len(counts)
+    received = _sent(group, rows.repeat(len(counts), *[1] * (rows.dim() - 1)), told, counts)
+    return received.movedim(0, dim).contiguous()
+
+
+def _placed(group: Group, value: torch.Tensor, dim: int) -> torch.Tensor:
+    """A member's rows at their place, with zeros at those of the others (collective)."""
+    assert group.group is not None
+    counts, shapes = _counts(group, value, dim), []
+    for count in counts:
+        shapes.append([*value.shape[:dim], count, *value.shape[dim + 1 :]])
+    parts = [value.new_zeros(shape) for shape in shapes]
+    parts[group.group.place] = value
+    return torch.cat(parts, dim)
 
 
 def _exchanged(group: Group, sent: torch.Tensor) -> torch.Tensor:
