@@ -216,9 +216,11 @@ def beside_one_device(name: str, layout: Layout, schedule: str) -> tuple[float, 
     numbers, expected = trained(example, piped, batches), trained(plain, alone, batches)
     gaps = [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(numbers, expected, strict=True)]
     state = pfeife.full_state_dict(example.model)
-    for key, value in plain.model.state_dict().items():
-        if value.is_floating_point() and value.numel():
-            gap = float((state[key] - value).abs().max())
+    # Replicas do not share the statistics of batch norms (docs/guarantees.md).
+    buffers = {} if layout.replicas > 1 else dict(plain.model.named_buffers())
+    for key, value in (dict(plain.model.named_parameters()) | buffers).items():
+        if value.is_floating_point() and value.numel() and key in state:
+            gap = float((state[key] - value.detach()).abs().max())
             # What has no gradient but noise moves by some of the optimizer's steps.
             gaps.append(gap / max(float(value.abs().max()), STEPS * RATE))
     nodes = step.backend.compiled[0].captured.program.module.graph.nodes

@@ -32,12 +32,15 @@ from pfeife.ir.seeding import seeded
 
 aten = torch.ops.aten
 _TOLD = ("val", "sizes", "tensor_meta")  # of a whole value: a member's own is told anew
-# They read memory as it lies there; products lay out their results in one way alone, and views that
-# move dimensions have those of what they see.
+# They read memory as it lies there; products lay out their results in one way alone, and views have
+# the order of what they see, as what is computed number by number.
 _BY_LAYOUT = ("as_strided", "as_strided_copy", "as_strided_scatter")
 _ALIGNED = ("_grouped_mm",)  # takes a matrix whose rows or columns are aligned
-_IN_ORDER = ("mm", "addmm", "bmm", "baddbmm")
-_SEEN = ("t", "transpose", "permute", "unsqueeze", "squeeze", "expand", "alias", "detach")
+_IN_ORDER = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "grouped_mm_fallback")
+_SEEN = (
+    *("t", "transpose", "permute", "unsqueeze", "squeeze", "expand", "alias", "detach"),
+    *("split", "slice", "cat"),
+)
 
 
 class Member:
@@ -248,11 +251,11 @@ class Member:
         memory on one device."""
         order = _order_in_memory(node)
         back = sorted(range(len(order)), key=order.__getitem__)
-        copy = self._make(node, aten.permute.default, self._at(node, place, owners), order)
-        copy = self._make(node, aten.clone.default, copy, memory_format=torch.contiguous_format)
-        copy = self._make(node, aten.permute.default, copy, back)
-        if isinstance(place, Chosen):
-            self._choose(copy)
+        seen = self._make(node, aten.permute.default, self._at(node, place, owners), order)
+        made = self._make(node, aten.clone.default, seen, memory_format=torch.contiguous_format)
+        copy = self._make(node, aten.permute.default, made, back)
+        for each in (seen, made, copy) if isinstance(place, Chosen) else ():
+            self._choose(each)
         self.copies[self._key(node, place, owners)] = copy
         if place is None:
             self.laid_out.discard(node)
@@ -298,7 +301,8 @@ class Member:
     ) -> None:
         """A node on a member's part of a factor."""
         name, reads = operation_name(node), tensors_of(node)
-        is_seen = name in _SEEN and self.laid_out.isdisjoint(reads)
+        by_number = torch.Tag.pointwise in getattr(node.target, "tags", ())
+        is_seen = (name in _SEEN or by_number) and self.laid_out.isdisjoint(reads)
         if not is_seen and not (name in _IN_ORDER and _in_order(node)):
             self.laid_out.add(node)
         several = isinstance(node.meta.get("val"), tuple | list)
