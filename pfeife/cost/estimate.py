@@ -22,7 +22,7 @@ from pfeife.ir.members import (
     peers,
 )
 from pfeife.ir.messages import call_of
-from pfeife.ir.nodes import returned
+from pfeife.ir.nodes import returned, sharers
 from pfeife.ir.outline import is_view
 from pfeife.ir.parts import Call, Role
 from pfeife.ir.program import Program
@@ -126,16 +126,12 @@ def _rooflines(node: fx.Node, machine: Machine) -> tuple[float, float]:
     """Seconds that a node computes, and that it moves bytes."""
     moved = sum(map(_bytes, (*node.all_input_nodes, node)))
     # What a node computes and what it moves overlap on any machine: the longer one counts.
-    flops = node_flops(node) / max(map(_sharers, (node, *node.all_input_nodes)))
-    return flops / machine.flops_of(computed_dtype(node)), moved / machine.memory_bandwidth
+    computed = node_flops(node) / machine.flops_of(computed_dtype(node))
+    return computed, moved / machine.memory_bandwidth
 
 
 def _bytes(node: fx.Node) -> int:
     """The bytes of a node's value, if data give all members alike of what they share out."""
     leaves = pytree.tree_leaves(node.meta.get("val"))
     tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors) // _sharers(node)
-
-
-def _sharers(node: fx.Node) -> int:
-    return int(node.meta.get("sharers", 1))
+    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors) // sharers(node)

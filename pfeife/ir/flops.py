@@ -9,14 +9,15 @@ from torch.utils import _pytree as pytree
 
 from pfeife import _torch
 from pfeife.ir.editing.absorb import absorb
-from pfeife.ir.nodes import value_of
+from pfeife.ir.nodes import sharers, value_of
 from pfeife.ir.parts import Kind, ProgramBase
 from pfeife.ir.seeding import seeded
 
 
 def node_flops(node: fx.Node) -> int:
     """Floating-point operations of one node, 0 for those without a formula, and where operands
-    whose sizes data decide do not fit one another by what is said of them."""
+    whose sizes data decide do not fit one another by what is said of them. Of rows that data share
+    out each member is taken to have as many."""
     operation, arguments = operation_of(node)
     formula = _torch.flop_formulas().get(getattr(operation, "overloadpacket", None))
     if formula is None:
@@ -27,7 +28,8 @@ def node_flops(node: fx.Node) -> int:
 
     args, kwargs = pytree.tree_map(value, (arguments, node.kwargs))
     try:
-        return int(formula(*args, **kwargs, out_val=node.meta.get("val")))
+        count = int(formula(*args, **kwargs, out_val=node.meta.get("val")))
+        return count // max(map(sharers, (node, *node.all_input_nodes)))
     except AssertionError:
         if any(source.meta.get("sized_by_data") for source in node.all_input_nodes):
             return 0

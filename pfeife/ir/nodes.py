@@ -73,6 +73,12 @@ def is_sized_by_data(node: fx.Node) -> bool:
     return bool(node.meta.get("sized_by_data"))
 
 
+def sharers(node: fx.Node) -> int:
+    """Over how many members data share out the rows of a node's value, of each of which it has the
+    most: about so many times what it is."""
+    return int(node.meta.get("sharers", 1))
+
+
 def tell(node: fx.Node, value: Any, sizes: Any = None) -> None:
     """Says of a node what its fake value is, and with which expressions of sizes it is laid out:
     a pair of those of its shape and its strides, None where no size port decides them."""

@@ -13,6 +13,7 @@ from torch import nn
 import pfeife
 from pfeife import sched
 from pfeife.cost import estimate, member_prices
+from pfeife.ir.flops import node_flops
 from pfeife.ir.members import added_rows, fetched_rows
 from pfeife.passes import shard
 from pfeife.testing import check_pass
@@ -74,6 +75,18 @@ def test_rows_go_to_the_members_that_have_their_experts(members, prices, biased)
     local = check_pass(cut, program, state, batches, rounding=None, within=1e-12)
     if prices in ("computing", "copies"):
         assert collectives(local).keys() >= {"fetched_rows", "added_rows"}, collectives(local)
+
+
+def test_members_share_the_operations_of_experts():
+    """By estimate: of the rows each has as many."""
+    x = torch.randn(4, 6, 8, dtype=torch.float64)
+    program, _ = captured(x)
+    local = shard({"*.up": 0, "*.down": 0}, 2, prices=CHEAP_TO_COPY)(program)
+    whole, own = (
+        sum(node_flops(n) for n in each.module.graph.nodes if "grouped_mm" in str(n.target))
+        for each in (program, local)
+    )
+    assert own * 2 == whole > 0
 
 
 def test_as_many_rows_as_there_are():
