@@ -151,7 +151,7 @@ def _scratch(node: fx.Node) -> int:
         return 0
     value = value_of(node.all_input_nodes[0])
     assert value is not None
-    return scratch(target, value, *node.args[1:])
+    return scratch(target, value, *fx.node.map_arg(node.args[1:], value_of))
 
 
 def _parts(

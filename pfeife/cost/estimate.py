@@ -101,7 +101,7 @@ def _collective_seconds(node: fx.Node, machine: Machine) -> float:
     along = target is all_to_all and arguments["old"] == arguments["new"]
     sent = messages(target, _bytes(value), members, along_one=along)
     if target in (fetched_rows, added_rows):
-        sent = [_exchanged(arguments)]
+        sent = [8, _exchanged(arguments)]  # how many rows, and these
     moved = machine.launch_seconds + sum(_rooflines(node, machine))
     return moved + peers(target, members) * sum(map(machine.transfer_seconds, sent))
 

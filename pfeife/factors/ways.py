@@ -269,6 +269,8 @@ class Ways:
         name, reads = operation_name(node), self.reads[node]
         if name not in ("index", "index_put") or not _of_rows(node, equation):
             return
+        if self.owners_of(node) is None:
+            return
         rows: tuple[Where, Where] = Place(0), Chosen(0)
         for here, there in (rows, rows[::-1]):
             value = reads[0] if name == "index" else reads[-1]
@@ -375,6 +377,8 @@ def _along(equation: Equation, label: Label) -> Way:
 
 def _chooses(equation: Equation, label: Label, members: int) -> bool:
     """Whether a member can compute what it has of rows that data choose."""
+    if label not in equation.sizes:
+        return False  # there is one row
     if label in equation.owned:
         return equation.can_cut(equation.owned[label], members)
     tensors = (*equation.operands, *equation.results)
@@ -401,10 +405,14 @@ def _along_rows(equation: Equation, label: Label) -> Way:
 
 
 def _of_rows(node: fx.Node, equation: Equation) -> bool:
-    """Whether an index is one of whole rows."""
-    indices = bound(node)["indices"]
-    shape = shape_of(indices[0]) if len(indices) == 1 and indices[0] is not None else ()
-    return len(shape) == 1 and len(equation.operands[0][0]) == 1
+    """Whether an index is one of whole rows, and values that are put there are as many."""
+    arguments = bound(node)
+    indices = arguments["indices"]
+    rows, index = equation.operands[:2]
+    if len(indices) != 1 or indices[0] is None or (len(rows[0]), len(index)) != (1, 1):
+        return False
+    put = equation.operands[-1] if "values" in arguments else equation.results[0]
+    return len(index[0]) == 1 and len(put) == len(rows) and put[0] == index[0]
 
 
 def dividing(shape: Shape, members: int) -> list[Place]:

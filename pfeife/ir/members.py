@@ -53,7 +53,7 @@ def member(like: torch.Tensor, members: int) -> torch.Tensor:
 
 def all_reduce(value: torch.Tensor, members: int, by: str = "sum") -> torch.Tensor:
     """P -> R. The sum (or the "max") of all members' tensors, of the same shape."""
-    return _shaped("all_reduce", value, value.clone)
+    return _shaped("all_reduce", value, lambda: _all_rows(value))
 
 
 def all_gather(value: torch.Tensor, dim: int, before: int, members: int) -> torch.Tensor:
@@ -149,6 +149,15 @@ def in_pieces(
     return [*value.tensor_split(starts[1:].cpu(), dim)]
 
 
+def from_the_start(index: torch.Tensor, known: bool, rows: int) -> torch.Tensor:
+    """An index whose negative numbers, which count from the end, are numbers of rows. Raises
+    IndexError for these where no member knows how many rows there are."""
+    negative = index < 0
+    if not known and negative.any():
+        raise IndexError("an index of rows that data share out counts from their end")
+    return torch.where(negative, index + rows, index) if known else index
+
+
 def check_rows(value: torch.Tensor, starts: torch.Tensor | None, member: int) -> None:
     """Raises ValueError if a member has not as many rows as are between its start and the next."""
     if starts is not None and member + 1 < len(starts):
@@ -241,7 +250,8 @@ def _alike(values: Tensors | None) -> torch.Tensor | None:
 def _fetched(
     values: Tensors, index: Tensors, sources: Tensors | None, targets: Tensors | None, members: int
 ) -> list[torch.Tensor]:
-    pieces = in_pieces(index[0], _alike(targets), members)
+    positive = from_the_start(index[0], sources is None, sum(map(len, values)))
+    pieces = in_pieces(positive, _alike(targets), members)
     for member, value in enumerate(values):
         check_rows(value, _alike(sources), member)
     return [torch.cat([*values])[piece] for piece in pieces]
@@ -258,7 +268,8 @@ def _added(
     total = torch.cat([*into])
     for member, value in enumerate(into):
         check_rows(value, _alike(targets), member)
-    pieces = in_pieces(index[0], _alike(sources), members)
+    positive = from_the_start(index[0], targets is None, len(total))
+    pieces = in_pieces(positive, _alike(sources), members)
     for places, value in zip(pieces, values, strict=True):
         total = total + torch.zeros_like(total).index_add(0, places, value)
     return in_pieces(total, _alike(targets), members)
@@ -268,7 +279,7 @@ MEANING: Mapping[Callable[..., Any], Callable[..., list[torch.Tensor]]] = {
     member: lambda values, t: [
         torch.tensor(i, device=value.device) for i, value in enumerate(values)
     ],
-    all_reduce: lambda values, t, by="sum": [reduced(values, by)] * t,
+    all_reduce: lambda values, t, by="sum": [_all_rows(reduced(values, by))] * t,
     all_gather: lambda values, dim, before, t: [Split(dim, t, before).join(values)] * t,
     part: lambda values, dim, before, t: [
         Split(dim, t, before).parts(value)[member] for member, value in enumerate(values)
@@ -280,7 +291,7 @@ MEANING: Mapping[Callable[..., Any], Callable[..., list[torch.Tensor]]] = {
     all_to_all: _moved,
     shift: lambda values, by, t: [values[(i + by) % t].contiguous() for i in range(t)],
     own_rows: lambda values, starts, dim, t: [
-        in_pieces(value, starts[0], t, dim)[i].contiguous() for i, value in enumerate(values)
+        _all_rows(in_pieces(value, starts[0], t, dim)[i]) for i, value in enumerate(values)
     ],
     placed_rows: lambda values, starts, dim, t: _placed(values, dim),
     joined_rows: lambda values, dim, t: [torch.cat([*values], dim)] * t,
@@ -332,7 +343,9 @@ def scratch(collective: Callable[..., Any], value: torch.Tensor, *rest: Any) -> 
     if collective is shift:
         return copy
     if collective in (placed_rows, joined_rows, fetched_rows, added_rows):
-        return 2 * members * size  # at most: all of it to all, and as much of all
+        # At most: all of it to all, and as much of all; and what is found out of an index.
+        index = {fetched_rows: 0, added_rows: 1}.get(collective)
+        return 2 * members * size + (0 if index is None else 8 * rest[index].nbytes)
     # Two swap. More gather, for which torch makes a flat copy of all that arrives.
     gathering = copy + (members if members == 2 else 2 * members) * size
     if collective is all_gather:

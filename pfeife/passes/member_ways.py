@@ -147,7 +147,7 @@ class _Problem:
         if way.exchange:  # by an index of the rows of the first one
             row = node_bytes(reads[0]) // _length(reads[0])
             size = exchanged_bytes(_length(reads[0]), _length(reads[1]), row, members)
-            return (members - 1) * self.prices.send(size)
+            return (members - 1) * (self.prices.send(8) + self.prices.send(size))
         if way.equation is None:
             return 0.0
         passed = (reads[at] for at in way.equation.passed.get(way.label, ()))

@@ -77,6 +77,59 @@ def test_rows_go_to_the_members_that_have_their_experts(members, prices, biased)
         assert collectives(local).keys() >= {"fetched_rows", "added_rows"}, collectives(local)
 
 
+class Rows(nn.Module):
+    """Rows that one of four experts computes, in an order that is told."""
+
+    def __init__(self, use):
+        super().__init__()
+        torch.manual_seed(0)
+        self.use, self.up = use, nn.Parameter(torch.randn(4, 8, 8).double())
+
+    def forward(self, x, expert):
+        chosen, order = expert.sort(stable=True)
+        ends = (chosen[:, None] <= torch.arange(4)).sum(0).int()
+        rows = torch.ops.transformers.grouped_mm_fallback(x[order], self.up, ends)
+        return self.use(self.up, rows, order)
+
+
+def _again(up, rows, order):
+    """The same rows for other experts."""
+    others = torch.tensor([1, 2, 4, len(order)], dtype=torch.int32)
+    return torch.ops.transformers.grouped_mm_fallback(rows[order.flip(0)], up, others)
+
+
+USES = {
+    "by others": _again,
+    "a row for all": lambda up, rows, order: rows.index_put((order,), up[0, 0], accumulate=True),
+    "from the end": lambda up, rows, order: rows[order - len(order)],
+    "added from the end": lambda up, rows, order: torch.zeros_like(rows).index_put(
+        (order - len(order),), rows, accumulate=True
+    ),
+    "sums": lambda up, rows, order: rows.cumsum(0) + rows.mean(0) - rows.amax(0) + rows.var(0),
+}
+
+
+ALONE = ("a row for all", "from the end", "added from the end")  # needs no other row
+
+
+@pytest.mark.parametrize(
+    ("use", "count"), [*((use, 8) for use in USES), *((use, 1) for use in ALONE)]
+)
+def test_what_becomes_of_rows_of_experts(use, count):
+    """Also of one alone, of which all members have all."""
+    model = Rows(USES[use])
+    x, expert = torch.randn(count, 8, dtype=torch.float64), torch.randint(4, (count,))
+    step = lambda *batch: model(*batch).square().mean()  # noqa: E731
+    program = pfeife.capture(step, x, expert, loss_reduction="mean")
+    state = pfeife.state_of(program, model)
+    for prices in PRICES.values():
+        cut = shard({"up": 0}, 2, prices=prices)
+        try:
+            check_pass(cut, program, state, [[x, expert]], rounding=None, within=1e-12)
+        except IndexError as error:
+            assert "counts from their end" in str(error) and "the end" in use
+
+
 def test_members_share_the_operations_of_experts():
     """By estimate: of the rows each has as many."""
     x = torch.randn(4, 6, 8, dtype=torch.float64)

@@ -17,7 +17,7 @@ large sum is scattered and then gathered. What all of it needs of memory is `ir.
     member 0    x0 x1 -----> x3 x0          member 0    x0 x1 -----> x1 .
     member 1    x2 x3 -----> x3 x3          member 1    x2 x3 -----> . x0 + (x2 + x3)
 
-Who sends which rows follows from the index, which all have: no sizes are told.
+Who sends which rows follows from the index, which all have; how many these are is compared first.
 """
 
 import itertools
@@ -43,6 +43,7 @@ from pfeife.ir.members import (
     all_to_all,
     check_rows,
     fetched_rows,
+    from_the_start,
     in_pieces,
     joined_rows,
     messages,
@@ -174,7 +175,8 @@ def _alone(
         return _part(Split(dim, members, before), value, place)
     if collective is own_rows:
         starts, dim, members = rest
-        return in_pieces(value, starts, members, dim)[place].clone()
+        own = in_pieces(value, starts, members, dim)[place]
+        return own.clone(memory_format=torch.contiguous_format)
     if collective is addend:
         return torch.zeros_like(value) if place else value
     return torch.tensor(place, device=value.device)
@@ -239,6 +241,9 @@ class _Exchange:
         place, members = group.group.place, len(group.group.ranks)
         if starts is None:
             starts = rows * torch.arange(members, device=index.device)
+            index = from_the_start(index, True, rows * members)
+        else:
+            index = from_the_start(index, False, 0)
         first, own, counts, inverse = int(starts[place]), [], [], index
         for member, piece in enumerate(in_pieces(index, pieces, members)):
             said, places = piece.unique(return_inverse=True)
@@ -271,9 +276,13 @@ def _sent(group: Group, value: torch.Tensor, told: list[int], heard: list[int]) 
     """The rows that members have for this one, in their order, of so many each; it has `told` rows
     of a tensor for each of them (collective)."""
     assert group.group is not None
+    # Gloo would end the process of a member that is sent more than it waits for.
+    said = _exchanged(group, torch.tensor(told, device=value.device)).tolist()
+    if said != heard:
+        raise ValueError(f"members have {said} rows for this one, which expects {heard} of them")
     received = value.new_empty([sum(heard), *value.shape[1:]])
     row = math.prod(value.shape[1:]) * value.dtype.itemsize
-    as_bytes = [tensor.flatten().view(torch.uint8) for tensor in (received, value)]
+    as_bytes = [*map(_as_bytes, (received, value))]
     sizes = [[count * row for count in counts] for counts in (heard, told)]
     group.wait(group.group.group.alltoall_base(*as_bytes, *sizes))
     return received
@@ -305,11 +314,16 @@ def _placed(group: Group, value: torch.Tensor, dim: int) -> torch.Tensor:
     return torch.cat(parts, dim)
 
 
+def _as_bytes(value: torch.Tensor) -> torch.Tensor:
+    """A tensor's bytes, in a row: in its own memory if that is in order."""
+    return value.contiguous().flatten().view(torch.uint8)
+
+
 def _exchanged(group: Group, sent: torch.Tensor) -> torch.Tensor:
     """What each member has for this one, of [members, *part] that it sends (collective)."""
     assert group.group is not None
     received = torch.empty_like(sent)
-    as_bytes = [tensor.flatten().view(torch.uint8) for tensor in (received, sent)]
+    as_bytes = [*map(_as_bytes, (received, sent))]
     group.wait(group.group.group.alltoall_base(*as_bytes, [], []))
     return received
 
@@ -320,7 +334,7 @@ def _stacked(group: Group, value: torch.Tensor) -> torch.Tensor:
     stack = value.new_empty([len(group.group.ranks), *value.shape])
     if len(stack) > 2:
         # As bytes: Gloo knows few types.
-        *parts, own = (part.flatten().view(torch.uint8) for part in (*stack.unbind(), value))
+        *parts, own = map(_as_bytes, (*stack.unbind(), value))
         group.wait(group.group.group.allgather([parts], [own]))
         return stack
     stack[group.group.place] = value
@@ -337,7 +351,7 @@ def _passed(
     place, members = group.group.place, len(group.group.ranks)
     if into is None:
         into = torch.empty_like(value, memory_format=torch.contiguous_format)
-    as_bytes = [tensor.flatten().view(torch.uint8) for tensor in (into, value)]
+    as_bytes = [*map(_as_bytes, (into, value))]
     received, sent = [0] * members, [0] * members
     received[(place + by) % members] = sent[(place - by) % members] = len(as_bytes[0])
     group.wait(group.group.group.alltoall_base(*as_bytes, received, sent))
