@@ -10,7 +10,7 @@ there equations say how everything that is computed of them may be.
 import contextlib
 import itertools
 import operator
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -30,26 +30,14 @@ from pfeife.factors.equation import (
     tensors_of,
 )
 from pfeife.factors.experts import Owners
+from pfeife.factors.moves import SUM, Where
 from pfeife.factors.rules import RULES, equation_of
-from pfeife.ir.members import (
-    addend,
-    all_gather,
-    all_reduce,
-    all_to_all,
-    joined_rows,
-    own_rows,
-    part,
-    placed_rows,
-    reduce_scatter,
-)
 from pfeife.ir.nodes import bound, is_source, operation_name, returned, value_of
 from pfeife.ir.parts import Role
 from pfeife.ir.program import Program
 from pfeife.ir.seeding import seeded
 
 aten = torch.ops.aten
-SUM = "sum"  # where a value is of which each member has a part of the sum
-Where = Place | Chosen | str | None
 _MOST = 8  # places of one value
 # Of a sum of parts they give the sum of what they give of each.
 _LINEAR = (
@@ -76,29 +64,6 @@ class Way:
     def by_data(self) -> bool:
         """Whether data decide what a member has of an operand or a result."""
         return any(isinstance(place, Chosen) for place in (*self.operands, *self.results))
-
-
-def can_move(here: Where, there: Where) -> bool:
-    """Whether a value that is here may be wanted there. A sum may have an addend that all have;
-    rows that data choose are sent by exchanges alone."""
-    if here == there:
-        return True
-    if isinstance(there, Chosen):
-        return here is None
-    if isinstance(here, Chosen):
-        return there is None or there == SUM
-    return here is None or there != SUM
-
-
-def move_of(here: Where, there: Where) -> Callable[..., torch.Tensor]:
-    """What brings a value from where it is to where it is wanted."""
-    if here is None:
-        return addend if there == SUM else own_rows if isinstance(there, Chosen) else part
-    if isinstance(here, Chosen):
-        return joined_rows if there is None else placed_rows
-    if here == SUM:
-        return all_reduce if there is None else reduce_scatter
-    return all_gather if there is None else all_to_all
 
 
 class Ways:

@@ -19,7 +19,7 @@ from pfeife.ir.combine import (
     tracked,
     tracked_names,
 )
-from pfeife.ir.members import Each, lockstep
+from pfeife.ir.lockstep import Each, lockstep
 from pfeife.ir.microbatch import check_tensor, named_batch, sizes_of, step_inputs
 from pfeife.ir.parts import STATE_ROLES, Port, ProgramBase, Role
 

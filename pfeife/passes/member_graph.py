@@ -12,8 +12,9 @@ from torch import fx
 from pfeife._torch.attention import in_order
 from pfeife.factors.equation import Chosen, Equation, Label, Place, tensors_of
 from pfeife.factors.experts import Owners
+from pfeife.factors.moves import SUM, Where, move_of
 from pfeife.factors.recipes import Part
-from pfeife.factors.ways import SUM, Way, Ways, Where, move_of
+from pfeife.factors.ways import Way, Ways
 from pfeife.ir.editing.copying import Copy
 from pfeife.ir.editing.infer_values import settle
 from pfeife.ir.members import Split, added_rows, fetched_rows, joined_rows, part
@@ -23,12 +24,12 @@ from pfeife.ir.nodes import (
     operation_name,
     returned,
     sizes_of,
-    source_line,
     value_of,
 )
 from pfeife.ir.parts import Port, Role
 from pfeife.ir.program import Program
 from pfeife.ir.seeding import seeded
+from pfeife.passes.member_layouts import check_whole, lies_in_order, order_in_memory
 
 aten = torch.ops.aten
 _TOLD = ("val", "sizes", "tensor_meta")  # of a whole value: a member's own is told anew
@@ -199,7 +200,7 @@ class Member:
         else:
             into = self._at(reads[0], there, owners)
             copy = self._make(node, added_rows, value, into, index, *cuts, self.members)
-        if not _in_order(node):
+        if not lies_in_order(node):
             self.laid_out.add(node)
         self._stands(node, copy, there)
 
@@ -227,7 +228,7 @@ class Member:
             for read, place in zip(layouts, way.operands, strict=False):
                 self._at(read, place, owners)  # which may put it in another order
                 if read in self.laid_out and name in _BY_LAYOUT:
-                    _check_whole(read, node)
+                    check_whole(read, node)
                 if read in self.laid_out:
                     self._lay_out(read, place, owners)
         wanted, tensors = iter(way.operands), {*reads}
@@ -249,7 +250,7 @@ class Member:
     def _lay_out(self, node: fx.Node, place: Where, owners: Owners | None) -> None:
         """Lays out a value, or a part of it, with its dimensions in the order that they have in
         memory on one device."""
-        order = _order_in_memory(node)
+        order = order_in_memory(node)
         back = sorted(range(len(order)), key=order.__getitem__)
         seen = self._make(node, aten.permute.default, self._at(node, place, owners), order)
         made = self._make(node, aten.clone.default, seen, memory_format=torch.contiguous_format)
@@ -303,7 +304,7 @@ class Member:
         name, reads = operation_name(node), tensors_of(node)
         by_number = torch.Tag.pointwise in getattr(node.target, "tags", ())
         is_seen = (name in _SEEN or by_number) and self.laid_out.isdisjoint(reads)
-        if not is_seen and not (name in _IN_ORDER and _in_order(node)):
+        if not is_seen and not (name in _IN_ORDER and lies_in_order(node)):
             self.laid_out.add(node)
         several = isinstance(node.meta.get("val"), tuple | list)
         if label in equation.recipes:
@@ -365,7 +366,7 @@ class Member:
         now, key = self.places[node], self._key(node, place, owners)
         if key not in self.copies:
             # Parts are joined in the order of dimensions, and ranks may add up sums in it.
-            if not _in_order(node):
+            if not lies_in_order(node):
                 self.laid_out.add(node)
             elif place is None and isinstance(now, Place | Chosen):
                 self.laid_out.discard(node)
@@ -394,40 +395,6 @@ class Member:
         node = self.copy.graph.call_function(target, args, kwargs)
         node.meta = {name: value for name, value in like.meta.items() if name not in _TOLD}
         return node
-
-
-def _order_in_memory(node: fx.Node) -> list[int]:
-    """The dimensions of a value, the outermost in memory first."""
-    value = value_of(node)
-    assert value is not None
-    return sorted(range(value.dim()), key=value.stride, reverse=True)
-
-
-def _fills_memory(node: fx.Node, order: Sequence[int]) -> bool:
-    """Whether a value's elements lie in an order of its dimensions, and there are no others in its
-    memory."""
-    value = value_of(node)
-    if value is None:
-        return False
-    own = value.untyped_storage().nbytes() == value.numel() * value.dtype.itemsize
-    return own and value.permute([*order]).is_contiguous()
-
-
-def _in_order(node: fx.Node) -> bool:
-    """Whether a value fills its memory in the order of its dimensions."""
-    value = value_of(node)
-    return value is not None and _fills_memory(node, range(value.dim()))
-
-
-def _check_whole(node: fx.Node, reader: fx.Node) -> None:
-    """Raises ValueError if a value is a part of another one's memory, which a reader takes as it
-    lies there."""
-    if not _fills_memory(node, _order_in_memory(node)):
-        raise ValueError(
-            f"shard: {reader.target} reads memory as it lies there, and what it reads is put "
-            f"together of parts, in another order ({source_line(reader)}); leave the "
-            "parameters whole that it is computed of"
-        )
 
 
 def _names(node: fx.Node) -> list[str]:

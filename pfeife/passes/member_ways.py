@@ -27,7 +27,8 @@ from scipy.sparse import coo_array
 from torch import fx
 
 from pfeife.factors.equation import Chosen, Place
-from pfeife.factors.ways import SUM, Way, Ways, Where, can_move, move_of
+from pfeife.factors.moves import SUM, Where, can_move, move_of
+from pfeife.factors.ways import Way, Ways
 from pfeife.ir.members import exchanged_bytes, messages, peers, placed_rows
 from pfeife.ir.nodes import is_source, node_bytes, returned, value_of
 from pfeife.ir.parts import Role

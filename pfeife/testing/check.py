@@ -12,7 +12,7 @@ from pfeife.ir.combine import combined
 from pfeife.ir.digest import fingerprint
 from pfeife.ir.editing.infer_values import settle
 from pfeife.ir.evaluate import Result, State, as_computed, evaluate
-from pfeife.ir.members import Each, Lockstep
+from pfeife.ir.lockstep import Each, Lockstep
 from pfeife.ir.microbatch import named_batch, step_inputs
 from pfeife.ir.nodes import is_sized_by_data, value_of
 from pfeife.ir.parts import STATE_ROLES, Port, Role

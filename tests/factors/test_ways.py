@@ -5,7 +5,8 @@ from torch import nn
 
 import pfeife
 from pfeife.factors import Place
-from pfeife.factors.ways import SUM, Way, Ways
+from pfeife.factors.moves import SUM
+from pfeife.factors.ways import Way, Ways
 
 
 def test_two_layers_as_megatron_cuts_them():
