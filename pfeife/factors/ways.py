@@ -197,7 +197,7 @@ class Ways:
             return self._by_factors(node)
         # It is the type of what it reads that matters, wherever that is.
         (read,) = self.reads[node]
-        ways = [Way((None,), (None,)), *self._by_factors(node)]
+        ways = [Way((None,), (None,), cut=False), *self._by_factors(node)]
         places = (None, SUM, *self.places[read])
         return [attrs.evolve(way, operands=(place,)) for place in places for way in ways]
 
