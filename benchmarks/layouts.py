@@ -229,9 +229,9 @@ def beside_one_device(name: str, layout: Layout, schedule: str) -> tuple[float, 
     buffers = {} if layout.replicas > 1 else dict(plain.model.named_buffers())
     for key, value in (dict(plain.model.named_parameters()) | buffers).items():
         if value.is_floating_point() and value.numel() and key in state:
-            gap = float((state[key] - value.detach()).abs().max())
+            gap = float((state[key] - value).detach().abs().max())
             # What has no gradient but noise moves by some of the optimizer's steps.
-            gaps.append(gap / max(float(value.abs().max()), STEPS * RATE))
+            gaps.append(gap / max(float(value.detach().abs().max()), STEPS * RATE))
     nodes = step.backend.compiled[0].captured.program.module.graph.nodes
     values = pytree.tree_leaves([node.meta.get("val") for node in nodes])
     dtypes = {value.dtype for value in values if isinstance(value, torch.Tensor)}
