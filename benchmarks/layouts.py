@@ -29,6 +29,7 @@ import harness
 import torch
 import torch.distributed as dist
 from coverage_models.example import Example
+from torch import nn
 from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
@@ -191,6 +192,13 @@ def trained(example: Example, losses: Any, batches: Sequence[tuple[Any, ...]]) -
     return numbers
 
 
+def statistics_of(model: nn.Module) -> set[str]:
+    """The names of those of batch norms, which replicas do not share (docs/guarantees.md)."""
+    kinds = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
+    norms = [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
+    return {f"{name}.{key}" for name, norm in norms for key, _ in norm.named_buffers()}
+
+
 def beside_one_device(name: str, layout: Layout, schedule: str) -> tuple[float, str]:
     """The largest difference, and the narrowest type of what is computed."""
     example, batches = drawn(name, layout)
@@ -225,13 +233,12 @@ def beside_one_device(name: str, layout: Layout, schedule: str) -> tuple[float, 
     numbers, expected = trained(example, piped, batches), trained(plain, alone, batches)
     gaps = [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(numbers, expected, strict=True)]
     state = pfeife.full_state_dict(example.model)
-    # Replicas do not share the statistics of batch norms (docs/guarantees.md).
-    buffers = {} if layout.replicas > 1 else dict(plain.model.named_buffers())
-    for key, value in (dict(plain.model.named_parameters()) | buffers).items():
-        if value.is_floating_point() and value.numel() and key in state:
-            gap = float((state[key] - value).detach().abs().max())
+    others = statistics_of(plain.model) if layout.replicas > 1 else set()
+    for key, value in plain.model.state_dict().items():
+        if key not in others and value.is_floating_point() and value.numel():
+            gap = float((state[key] - value).abs().max())
             # What has no gradient but noise moves by some of the optimizer's steps.
-            gaps.append(gap / max(float(value.detach().abs().max()), STEPS * RATE))
+            gaps.append(gap / max(float(value.abs().max()), STEPS * RATE))
     nodes = step.backend.compiled[0].captured.program.module.graph.nodes
     values = pytree.tree_leaves([node.meta.get("val") for node in nodes])
     dtypes = {value.dtype for value in values if isinstance(value, torch.Tensor)}

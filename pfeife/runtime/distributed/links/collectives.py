@@ -258,28 +258,32 @@ class _Exchange:
     def fetched(self, value: torch.Tensor) -> torch.Tensor:
         """What this member's piece says of all members' rows."""
         told = [*map(len, self.own)]
+        self._compare(told, self.counts)
         return _sent(self.group, value[torch.cat(self.own)], told, self.counts)[self.inverse]
 
     def added(self, value: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
         """This member's rows with what all pieces add to them."""
         sums = value.new_zeros([sum(self.counts), *value.shape[1:]])
         sums.index_add_(0, self.inverse, value)
-        told = [*map(len, self.own)]
-        total = into.clone()
+        told, total = [*map(len, self.own)], into.clone()
+        self._compare(self.counts, told)
         received = _sent(self.group, sums, self.counts, told).split(told)
         for rows, added in zip(self.own, received, strict=True):
             total.index_add_(0, rows, added)
         return total
+
+    def _compare(self, told: list[int], heard: list[int]) -> None:
+        """Raises ValueError where members do not agree about the index: Gloo would end the process
+        of one that is sent more than it waits for (collective)."""
+        said = _exchanged(self.group, torch.tensor(told, device=self.inverse.device)).tolist()
+        if said != heard:
+            raise ValueError(f"members have {said} rows for this one, which expects {heard}")
 
 
 def _sent(group: Group, value: torch.Tensor, told: list[int], heard: list[int]) -> torch.Tensor:
     """The rows that members have for this one, in their order, of so many each; it has `told` rows
     of a tensor for each of them (collective)."""
     assert group.group is not None
-    # Gloo would end the process of a member that is sent more than it waits for.
-    said = _exchanged(group, torch.tensor(told, device=value.device)).tolist()
-    if said != heard:
-        raise ValueError(f"members have {said} rows for this one, which expects {heard} of them")
     received = value.new_empty([sum(heard), *value.shape[1:]])
     row = math.prod(value.shape[1:]) * value.dtype.itemsize
     as_bytes = [*map(_as_bytes, (received, value))]
@@ -306,10 +310,8 @@ def _joined(group: Group, value: torch.Tensor, dim: int) -> torch.Tensor:
 def _placed(group: Group, value: torch.Tensor, dim: int) -> torch.Tensor:
     """A member's rows at their place, with zeros at those of the others (collective)."""
     assert group.group is not None
-    counts, shapes = _counts(group, value, dim), []
-    for count in counts:
-        shapes.append([*value.shape[:dim], count, *value.shape[dim + 1 :]])
-    parts = [value.new_zeros(shape) for shape in shapes]
+    before, after = value.shape[:dim], value.shape[dim + 1 :]
+    parts = [value.new_zeros([*before, n, *after]) for n in _counts(group, value, dim)]
     parts[group.group.place] = value
     return torch.cat(parts, dim)
 
