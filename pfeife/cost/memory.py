@@ -9,9 +9,12 @@ runtime drops, keeps or lets go is so counted because it does, and when it does.
                 ->  transport  SizedMessages: what has been posted, or sent and not yet acknowledged
 """
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Mapping
+from itertools import product
 from typing import Any
 
+import attrs
 import torch
 
 from pfeife.cost.body import CUDA_BLOCK, rounded
@@ -24,7 +27,7 @@ from pfeife.ir.flops import underflows
 from pfeife.ir.messages import holders
 from pfeife.ir.parts import STATE_ROLES, Port, Role, captured_sizes
 from pfeife.ir.program import Program
-from pfeife.lowering.buckets import owned_bytes, told_together
+from pfeife.lowering.buckets import told_together
 from pfeife.lowering.clocks import Acknowledged, acknowledged
 from pfeife.lowering.wiring import Wiring
 from pfeife.runtime.interpret import RankRunner
@@ -71,20 +74,21 @@ def memory_curves(
     if rounding is None:
         on_cuda = any(port.device.type == "cuda" for port in program.inputs)
         rounding = CUDA_BLOCK if on_cuda else 1
-    ranks = range(len(schedule.ranks))
-    # Replicas differ in what they own alone, so the worst of them stands for all.
-    places = [(_owning_most(program, r) if replica is None else replica, r) for r in ranks]
+    # Replicas, and members, differ in what they own and keep alone: the worst stands for all.
+    chosen = range(program.replicas) if replica is None else (replica,)
+    holdings = _holdings(program, len(schedule.ranks), optimizer)
+    places = [holding.heaviest(chosen) for holding in holdings]
     arrivals = acknowledged(schedule)
-    held = _held(program, schedule, optimizer, rounding, places, apart)
+    microbatch = sum(port.bytes for port in program.ports(Role.BATCH))
+    batch = microbatch * schedule.microbatches * (1 if apart else program.replicas)
     return tuple(
-        _curve(program, schedule, place, arrivals, held[place[1]], rounding) for place in places
+        _curve(
+            *(program, schedule, rank, replica, arrivals),
+            {**holding.account(replica, member, rounding), "batch": batch},
+            rounding,
+        )
+        for rank, (holding, (replica, member)) in enumerate(zip(holdings, places, strict=True))
     )
-
-
-def _owning_most(program: Program, rank: int) -> int:
-    """The replica that owns the most bytes on a rank."""
-    owned = owned_bytes(program, rank)
-    return max(owned, key=owned.__getitem__)
 
 
 def trained_parameters(program: Program) -> set[str]:
@@ -94,86 +98,98 @@ def trained_parameters(program: Program) -> set[str]:
     return {port.fqn for port in program.ports(role)}
 
 
-def _held(
-    program: Program,
-    schedule: Schedule,
-    optimizer: Optimizer | None,
-    rounding: int,
-    places: Sequence[tuple[int, int]],
-    apart: bool,
-) -> list[dict[str, int]]:
-    """What every rank holds all the time: state, the optimizer's state, the batch. `places` are
-    their replicas and themselves."""
-    trained = trained_parameters(program)
-    state = optimizer_bytes(optimizer) if optimizer is not None else None
-    microbatch = sum(port.bytes for port in program.ports(Role.BATCH))
-    batch = microbatch * schedule.microbatches * (1 if apart else program.replicas)
-    words = {Role.PARAMETER: "parameters", Role.BUFFER: "buffers"}
+_WORDS = {Role.PARAMETER: "parameters", Role.BUFFER: "buffers"}
+
+
+@attrs.frozen
+class _Holding:
+    """What a rank of a pipeline holds all the time: its `ports`, of which some are `trained`, with
+    so many bytes of optimizer `state`. `owners` are the replicas that train them alone. `again` are
+    buffers that are kept as they were before a step."""
+
+    program: Program
+    ports: list[Port]
+    owners: Mapping[str, int | None]
+    trained: Container[str]
+    again: Container[str]
+    state: Callable[[Iterable[int], torch.dtype], int] | None
+
+    def heaviest(self, replicas: Iterable[int]) -> tuple[int, int]:
+        """Which one of the replicas and members holds most."""
+        kept: Counter[int | None] = Counter()
+        owned: Counter[tuple[int | None, int | None]] = Counter()
+        for port in self.ports:
+            kept[port.keeper] += port.given_bytes
+            if port.fqn in self.trained:
+                place = self.owners.get(port.fqn), port.keeper
+                owned[place] += port.given_bytes + self._state_bytes(port)
+
+        def size(place: tuple[int, int]) -> int:
+            replica, member = place
+            shares = product((None, replica), (None, member))
+            return kept[member] + sum(owned[share] for share in shares)
+
+        return max(product(replicas, range(self.program.members)), key=size)
+
+    def account(self, replica: int, member: int, rounding: int) -> dict[str, int]:
+        """Bytes by what they are, of one of these."""
+        more = {"optimizer": self.state, _AGAIN: self.again}
+        words = [*_WORDS.values(), *(word for word, there in more.items() if there)]
+        account = Counter(dict.fromkeys(words, 0))
+        own: list[Port] = []
+        for port in self.ports:
+            account[_WORDS[port.role]] += rounded(port.part_bytes, rounding)
+            if port.fqn in self.again:
+                account[_AGAIN] += rounded(port.bytes, rounding)
+            if port.keeper not in (None, member):
+                continue
+            if port.keeper is not None:
+                account["parameters"] += rounded(port.given_bytes, rounding)
+            # Of state that replicas share out, each keeps the optimizer's for what it owns.
+            if port.fqn in self.trained and self.owners.get(port.fqn) in (None, replica):
+                own.append(port)
+
+        if self.state:
+            account["optimizer"] = sum(map(self._state_bytes, own))
+
+        def size(ports: Iterable[Port]) -> int:
+            return sum(rounded(port.given_bytes, rounding) for port in ports)
+
+        # They are gathered a few at a time: of these there are the parts beside them.
+        together = told_together(own)
+        if together:
+            account[_WHOLE] = sum(map(size, together)) + max(map(size, together))
+        return account
+
+    def _state_bytes(self, port: Port) -> int:
+        return self.state(port.given_shape, port.given_dtype) if self.state else 0
+
+
+def _holdings(program: Program, ranks: int, optimizer: Optimizer | None) -> list[_Holding]:
+    """What each rank of a pipeline holds."""
+    users = holders(program, *_WORDS)
+    ports: list[list[Port]] = [[] for _ in range(ranks)]
+    for port in program.ports(*_WORDS):
+        for rank in {call.rank for call in users.get(port.fqn, ()) if call.rank is not None}:
+            ports[rank].append(port)
     # A step in float16 whose gradients underflow runs again, with its buffers as they were before.
     may = program.ports(Role.LOSS) and underflows(program)
     again = {port.fqn for port in program.ports(Role.BUFFER_UPDATE) if may}
-    more = {"optimizer": state is not None, _AGAIN: bool(again)}
-    zeros = dict.fromkeys([*words.values(), *(word for word, there in more.items() if there)], 0)
-    accounts = [{**zeros, "batch": batch} for _ in schedule.ranks]
     owners = {reduction.name: reduction.owner for reduction in program.reductions}
-    users = holders(program, *words)
-    kept: dict[int, list[Port]] = {}  # parameters of which members have parts, by their ranks
-    for port in program.ports(*words):
-        for rank in {call.rank for call in users.get(port.fqn, ()) if call.rank is not None}:
-            account = accounts[rank]
-            account[words[port.role]] += rounded(port.part_bytes, rounding)
-            if port.fqn in again:
-                account[_AGAIN] += rounded(port.bytes, rounding)
-            if port.keeper is not None:
-                kept.setdefault(rank, []).append(port)
-                continue
-            # Of state that replicas share, each keeps the optimizer's for what it owns.
-            is_owned = owners.get(port.fqn) in (None, places[rank][0])
-            if state and port.fqn in trained and is_owned:
-                account["optimizer"] += state(port.shape, port.given_dtype)
-    for rank, ports in kept.items():
-        _add_kept(accounts[rank], _most(ports, program.members), trained, rounding, state)
-    return accounts
-
-
-def _most(ports: Iterable[Port], members: int) -> list[Port]:
-    """What that member keeps which keeps most bytes: it stands for all."""
-    by_member: list[list[Port]] = [[] for _ in range(members)]
-    for port in ports:
-        by_member[port.keeper or 0].append(port)
-    return max(by_member, key=lambda kept: sum(port.given_bytes for port in kept))
-
-
-def _add_kept(
-    account: dict[str, int],
-    ports: Sequence[Port],
-    trained: Container[str],
-    rounding: int,
-    state: Callable[[Iterable[int], torch.dtype], int] | None,
-) -> None:
-    """What a rank holds of parameters that it keeps for its group."""
-    account["parameters"] += sum(rounded(port.given_bytes, rounding) for port in ports)
-    own = [port for port in ports if port.fqn in trained]
-    if state:
-        account["optimizer"] += sum(state(port.given_shape, port.given_dtype) for port in own)
-
-    def size(ports: Iterable[Port]) -> int:
-        return sum(rounded(port.given_bytes, rounding) for port in ports)
-
-    if own:
-        # They are gathered a few at a time: of these there are the parts beside them.
-        account[_WHOLE] = size(own) + max(map(size, told_together(own)))
+    state = optimizer_bytes(optimizer) if optimizer is not None else None
+    trained = trained_parameters(program)
+    return [_Holding(program, held, owners, trained, again, state) for held in ports]
 
 
 def _curve(
     program: Program,
     schedule: Schedule,
-    place: tuple[int, int],
+    rank: int,
+    replica: int,
     arrivals: Acknowledged,
     held: dict[str, int],
     rounding: int,
 ) -> MemoryCurve:
-    replica, rank = place
     ledger, wiring = Ledger(rounding), Wiring(program)
     transport: Any = SizedMessages(ledger, replica)
     stages = {action.stage for action in schedule.ranks[rank] if action.do.kind}

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from functools import cached_property
+from itertools import product
 
 import attrs
 import torch
@@ -102,20 +103,24 @@ def reducing_seconds(members: int, size: int, owned: bool, machine: Machine) -> 
     return rounds * round_seconds
 
 
-def owned_bytes(program: Program, rank: int) -> Counter[int]:
-    """The bytes of gradients on a rank of a pipeline that each replica alone gets."""
-    sizes = {port.fqn: port.bytes for port in program.ports(Role.GRADIENT)}
-    bytes_of = Counter(dict.fromkeys(range(program.replicas), 0))
+def owned_bytes(program: Program, rank: int) -> Counter[tuple[int, int]]:
+    """The bytes of gradients on a rank of a pipeline that each replica alone gets, by replica and
+    member: of a parameter that one of the members keeps, that one."""
+    ports = {port.fqn: port for port in program.ports(Role.GRADIENT)}
+    everyone = range(program.members)
+    bytes_of = Counter(dict.fromkeys(product(range(program.replicas), everyone), 0))
     for reduction in program.reductions:
         if reduction.owner is not None and rank in reduction.ranks:
-            bytes_of[reduction.owner] += sizes[reduction.name]
+            port = ports[reduction.name]
+            for member in everyone if port.keeper is None else (port.keeper,):
+                bytes_of[reduction.owner, member] += port.given_bytes
     return bytes_of
 
 
 def largest_share(program: Program, ranks: int) -> float:
-    """How many times an even share of a rank's owned gradients the most is that one replica has of
-    them, on the worst of so many ranks: 1 where none are owned. A parameter is never cut, so that
-    one which is larger than a share makes it more."""
+    """How many times an even share of a rank's owned gradients the most is that one replica, or one
+    of its members, has of them, on the worst of so many ranks: 1 where none are owned. A parameter
+    is never cut, so that one which is larger than a share makes it more."""
     per_rank = [owned_bytes(program, rank) for rank in range(ranks)]
     owned = [shares for shares in per_rank if shares.total()]
     return max(

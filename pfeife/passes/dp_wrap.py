@@ -19,7 +19,8 @@ def dp_wrap(mesh: Mesh, replicas: Replicas | None = None) -> Callable[[Program],
     Every gradient gets a `Reduction` over all ranks of all replicas that hold it, which the
     schedule runs after the last weight gradient, as `replicas` say (they average, unless given).
     This re-associates the sum over microbatches. To "shard", every gradient gets an owner, so that
-    on every rank the replicas own about equally many bytes; sparse ones get none. Where the loss is
+    on every rank the replicas own about equally many bytes, of those that each member keeps; sparse
+    ones get none. Where the loss is
     a sum or outside the step, gradients are added rather than averaged. What members of one
     pipeline add up travels in the same buckets.
 
@@ -88,11 +89,15 @@ def _owned(
     """Each with its owner. New ones that are sharded go where the fewest bytes are on their ranks,
     the largest first."""
     owners = {reduction.name: replicas.owners.get(reduction.name) for reduction in reductions}
-    held: Counter[tuple[int, int]] = Counter()  # bytes by replica and rank
+    held: Counter[tuple] = Counter()  # bytes by replica, rank, and the member that keeps them
+
+    def shares(reduction: Reduction, replica: int) -> list[tuple]:
+        keeper = sizes.keepers[reduction.name]
+        return [(replica, rank, keeper) for rank in reduction.ranks]
 
     def assign(reduction: Reduction, owner: int) -> None:
         owners[reduction.name] = owner
-        held.update({(owner, rank): sizes.bytes[reduction.name] for rank in reduction.ranks})
+        held.update(dict.fromkeys(shares(reduction, owner), sizes.bytes[reduction.name]))
 
     for reduction in reductions:
         # it stays where its optimizer state is; the new ones even out the bytes
@@ -108,6 +113,8 @@ def _owned(
     # Largest first, each to the replica that has least (the LPT rule; Graham, 1969). It depends on
     # names and sizes alone, so that every rank decides the same.
     for reduction in sorted(new, key=lambda reduction: -sizes.bytes[reduction.name]):
-        counts = [sum(held[k, rank] for rank in reduction.ranks) for k in range(reduction.replicas)]
+        counts = [
+            sum(held[share] for share in shares(reduction, k)) for k in range(reduction.replicas)
+        ]
         assign(reduction, counts.index(min(counts)))
     return [attrs.evolve(reduction, owner=owners[reduction.name]) for reduction in reductions]

@@ -7,6 +7,7 @@ import importlib
 import os
 import shutil
 import tempfile
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -400,6 +401,33 @@ def a_loop_of_stages() -> None:
 def a_loop_of_replicas() -> None:
     trained_alike(members=2, replicas=2)
     trained_alike(members=2, replicas=2, batch="rank0")
+
+
+@row(ranks=(4,), whole=(8,))
+def replicas_of_members_that_share_out_state() -> None:
+    """Each parameter that is cut is trained by one rank of a stage, its keeper in one replica; what
+    all members have, by those of one replica."""
+    stages = int(os.environ["WORLD_SIZE"]) // 4
+    shared_out = {"members": 2, "replicas": 2, "data_parallel": "shard"}
+    trained_alike(**shared_out, bucket_bytes=2000, schedule="zb-h1")
+    loop = Loop(
+        functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-3), stages=stages, **shared_out
+    )
+    loop.train()
+    (compiled,) = loop.step.backend.compiled
+    states = {n: loop.optimizers[0].state[p] for n, p in loop.model.named_parameters()}
+    held = {n: sum(map(attrgetter("nbytes"), state.values())) for n, state in states.items()}
+    by_rank: list[dict[str, int]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(by_rank, held)
+    for port in compiled.program.ports(pfeife.Role.PARAMETER):
+        trained_on = sum(bool(of_rank[port.fqn]) for of_rank in by_rank)
+        assert trained_on == (2 if port.keeper is None else 1), port
+    # The account is that of the rank which trains most, of those that share a stage.
+    curves = memory_curves(compiled.program, compiled.schedule, optimizer="adamw")
+    for rank, curve in enumerate(curves):
+        sharing = [r for r in range(len(by_rank)) if compiled.pipeline.mesh.place(r)[1] == rank]
+        most = max(sum(by_rank[r].values()) for r in sharing)
+        assert curve.held["optimizer"] == most, (curve.held, by_rank)
 
 
 @row(ranks=(2,))

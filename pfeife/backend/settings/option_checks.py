@@ -272,7 +272,6 @@ def described_parallel(plan: Mapping[str, Any] | str) -> str:
 
 # What members cannot do yet, and what there is instead.
 _WITHOUT_MEMBERS = {
-    "data_parallel": ("average", "each replica has the gradients of all"),
     "cuda_graphs": (False, "bodies are not recorded"),
     "costs": ("estimate", "a stage cannot be run by one member alone"),
 }

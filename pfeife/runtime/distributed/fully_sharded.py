@@ -55,9 +55,7 @@ def as_replicas(options: Mapping[str, Any], mesh: Mesh) -> Mapping[str, Any]:
             f"option replicas={options['replicas']}: fully_shard has shared out the model over "
             f"{mesh.replicas} ranks; leave replicas out"
         )
-    # Members share out state among themselves already.
-    how = "shard" if mesh.members == 1 else "average"
-    return {"data_parallel": how, "batch": "replica", "mesh": mesh, **options}
+    return {"data_parallel": "shard", "batch": "replica", "mesh": mesh, **options}
 
 
 def _check_precision(name: str, module: nn.Module) -> None:

@@ -32,7 +32,6 @@ def test_a_mesh_gives_the_members():
         ({"parallel": ["colwise"]}, "option parallel=.*must be 'auto', or a mapping"),
         ({"parallel": PLAN, "members": 2, "costs": "measure"}, "leave costs out"),
         ({"parallel": PLAN, "members": 2, "cuda_graphs": True}, "leave cuda_graphs out"),
-        ({"parallel": PLAN, "members": 2, "data_parallel": "shard"}, "leave data_parallel out"),
         ({"parallel": PLAN, "members": 3, "mesh": Mesh(1, members=2)}, "which has 2"),
     ],
 )

@@ -78,12 +78,16 @@ class Copies:
         if not copied:
             return
         mesh = next(self.owners[tensor].mesh for tensor in copied.values())
+        mesh = mesh.of_member(world.rank)
         replica, rank = mesh.place(world.rank)
         columns = [
-            sorted(mesh.in_world(r, k) for r in range(mesh.replicas)) for k in range(mesh.ranks)
+            [each.in_world(r, k) for r in range(mesh.replicas)]
+            for k in range(mesh.ranks)
+            for each in mesh.each_member
         ]
         # All ranks make the connections of all columns, in one order; each uses its own.
-        connection = [world.connection_of(ranks, "copies") for ranks in columns][rank]
+        connections = [world.connection_of(sorted(ranks), "copies") for ranks in columns]
+        connection = connections[rank * mesh.members + mesh.member]
         here = [tensor for tensor in copied.values() if self.owners[tensor].holds(world.rank)]
         pieces = [
             _pieces([tensor for tensor in here if self.owners[tensor].replica == owner])
