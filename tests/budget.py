@@ -41,7 +41,7 @@ BUDGET = {
     "ir": 1590,
     "ir/editing": 490,
     "lowering": 1270,
-    "passes": 1740,
+    "passes": 1780,
     "report": 840,
     "report/page": 780,
     "runtime": 840,

@@ -119,7 +119,7 @@ class _Holding:
         kept: Counter[int | None] = Counter()
         owned: Counter[tuple[int | None, int | None]] = Counter()
         for port in self.ports:
-            kept[port.keeper] += port.given_bytes
+            kept[port.keeper] += port.given_bytes if port.split else 0
             if port.fqn in self.trained:
                 place = self.owners.get(port.fqn), port.keeper
                 owned[place] += port.given_bytes + self._state_bytes(port)
@@ -143,7 +143,7 @@ class _Holding:
                 account[_AGAIN] += rounded(port.bytes, rounding)
             if port.keeper not in (None, member):
                 continue
-            if port.keeper is not None:
+            if port.keeper is not None and port.split:
                 account["parameters"] += rounded(port.given_bytes, rounding)
             # Of state that replicas share out, each keeps the optimizer's for what it owns.
             if port.fqn in self.trained and self.owners.get(port.fqn) in (None, replica):
@@ -156,7 +156,7 @@ class _Holding:
             return sum(rounded(port.given_bytes, rounding) for port in ports)
 
         # They are gathered a few at a time: of these there are the parts beside them.
-        together = told_together(own)
+        together = told_together(port for port in own if port.split)
         if together:
             account[_WHOLE] = sum(map(size, together)) + max(map(size, together))
         return account

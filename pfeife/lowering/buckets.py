@@ -161,7 +161,7 @@ def told_together(ports: Iterable[Port]) -> list[list[Port]]:
     together: list[list[Port]] = []
     size = _FEW_BYTES
     for port in ports:
-        if port.split is None or port.keeper is None:
+        if port.keeper is None:
             continue
         size += port.given_bytes
         if size > _FEW_BYTES:

@@ -114,7 +114,7 @@ def kept_seconds(program: Program, machine: Machine) -> dict[int, float]:
         return (program.members - 1) * sum(map(machine.transfer_seconds, sizes))
 
     return {
-        stage: seconds(ports) + seconds(port for port in ports if port.fqn in trained)
+        stage: seconds(ports) + seconds(p for p in ports if p.fqn in trained and p.split)
         for stage, ports in ports_of.items()
     }
 

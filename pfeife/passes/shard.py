@@ -1,7 +1,7 @@
 """Parallelism inside of a stage: a flat program of whole values as that of one of its members."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from pfeife.passes.member_graph import Member
 from pfeife.passes.member_ways import Prices, member_ways
 
 Attention = Literal["gather", "ring"]
-Placements = Mapping[str, int | Place | Literal["cut", "auto"] | None]
+Placements = Mapping[str, int | Place | Literal["cut", "auto", "gathered"] | None]
 
 
 def shard(
@@ -37,8 +37,9 @@ def shard(
     `placements` says along which dimension, by patterns of names ("layers.*.q.weight": 0); a
     `Place(0, 3)` cuts each of three blocks of it, as of queries, keys and values in one; "cut"
     means along any that `members` divide, "auto" there or not at all, None (and a parameter that is
-    not named) not at all. "auto" alone is "cut" for all that has several dimensions, and "auto" for
-    the rest.
+    not named) not at all. "gathered" is whole on all members in a step, which are told it before,
+    however many microbatches this has; so is what shall be "cut" and cannot. "auto" alone is "cut"
+    for all that has several dimensions, and "auto" for the rest.
 
     Everything else follows by a linear program: each operation is computed along one of its
     factors, or as a whole, so that by `prices` a step takes least. Without these that is where the
@@ -51,11 +52,11 @@ def shard(
     are cut. What has no rule is refused by its line, or, with `unknown="gather"`, computed by each
     member as a whole. Where a sequence is cut, members `"gather"` the keys and values of attention,
     or let them go around in a `"ring"`, block by block: half as many bytes more are sent, and no
-    member holds those of all. With `keepers` each parameter that is cut is whole on one member,
-    which is given its whole gradient and tells the others their parts in each step: so any
-    optimizer does with it what it does on one device. They are named, by names of parameters, or
-    chosen so that each member keeps about as many bytes. Ranks that shard each for itself have to
-    decide alike: `decided` gives all of them what one has decided.
+    member holds those of all. With `keepers` each parameter that is cut, or gathered, is whole on
+    one member, which is given its whole gradient and tells the others what they need of it in each
+    step: so any optimizer does with it what it does on one device. They are named, by names of
+    parameters, or chosen so that each member keeps about as many bytes. Ranks that shard each for
+    itself have to decide alike: `decided` gives all of them what one has decided.
 
     Raises ValueError for a pattern that no parameter has, a dimension that is not there or that
     `members` does not divide, an operation without a rule, and a program that is not flat.
@@ -70,7 +71,8 @@ def shard(
     def run(program: Program) -> Program:
         if program.calls or program.members > 1:
             raise ValueError("shard: the program is fused or sharded already; shard a flat one")
-        ways = _ways(program, placements, members, RINGS if attention == "ring" else RULES)
+        wanted = _by_name(program.ports(Role.PARAMETER), placements)
+        ways = _ways(program, wanted, members, RINGS if attention == "ring" else RULES)
         numbers = decided(
             lambda: _numbers(ways, _chosen(program, ways, prices or _FEWEST_BYTES, unknown))
         )
@@ -78,7 +80,12 @@ def shard(
         chosen = {node: ways.of[node][number] for node, number in pairs}
         splits = _splits(program.ports(Role.PARAMETER), chosen, members)
         local = Member(program, splits, chosen, ways).program()
-        return local if keepers is None else _kept(local, keepers)
+        gathered = {
+            port.fqn
+            for port in program.ports(Role.PARAMETER)
+            if port.fqn not in splits and wanted[port.name] in ("cut", "gathered")
+        }
+        return local if keepers is None else _kept(local, {*splits, *gathered}, keepers)
 
     return run
 
@@ -93,15 +100,14 @@ _FEWEST_BYTES = Prices(
 
 def _ways(
     program: Program,
-    placements: Placements | Literal["auto"],
+    wanted: Mapping[str, Any],
     members: int,
     rules: Mapping[str, Rule],
 ) -> Ways:
     """In which ways its nodes may be computed where parameters are cut so."""
     ports = program.ports(Role.PARAMETER)
-    wanted = _by_name(ports, of_all(ports) if placements == "auto" else placements)
     places = {port.name: _places(port, wanted[port.name], members) for port in ports}
-    free = {name for name, place in wanted.items() if isinstance(place, str)}
+    free = {name for name, place in wanted.items() if place in ("cut", "auto")}
     return Ways(program, members, places, free, rules)
 
 
@@ -136,15 +142,21 @@ def _check_rules(ways: Ways, chosen: Mapping[fx.Node, Way]) -> None:
             )
 
 
-def _kept(program: Program, keepers: Mapping[str, int]) -> Program:
-    """The same, whose parameters and gradients are whole on one member each."""
+def _kept(program: Program, shared: Container[str], keepers: Mapping[str, int]) -> Program:
+    """The same, whose parameters and gradients that members share are whole on one of them each."""
     kept_bytes, chosen = [0] * program.members, dict(keepers)
     for port in program.ports(Role.PARAMETER):
-        if port.split:
+        if port.fqn in shared:
             least = kept_bytes.index(min(kept_bytes))
-            kept_bytes[chosen.setdefault(port.fqn, least)] += port.bytes
+            whole = port.bytes * (program.members if port.split else 1)
+            kept_bytes[chosen.setdefault(port.fqn, least)] += whole
+
+    def keeper(port: Port) -> int | None:
+        is_kept = port.role in (Role.PARAMETER, Role.GRADIENT) and port.fqn in shared
+        return chosen[port.fqn] if is_kept else None
+
     inputs, outputs = (
-        tuple(attrs.evolve(p, keeper=chosen[p.fqn] if p.split else None) for p in ports)
+        tuple(attrs.evolve(port, keeper=keeper(port)) for port in ports)
         for ports in (program.inputs, program.outputs)
     )
     return attrs.evolve(program, inputs=inputs, outputs=outputs)
@@ -155,8 +167,9 @@ def of_all(ports: Sequence[Port]) -> dict[str, Literal["cut", "auto"]]:
     return {port.fqn: "cut" if len(port.shape) > 1 else "auto" for port in ports}
 
 
-def _by_name(ports: Sequence[Port], placements: Placements) -> dict[str, Any]:
+def _by_name(ports: Sequence[Port], given: Placements | Literal["auto"]) -> dict[str, Any]:
     """How each parameter shall be cut, by names of ports."""
+    placements: Placements = of_all(ports) if given == "auto" else given
     wanted: dict[str, Any] = dict.fromkeys((port.name for port in ports), None)
     exactly = {name: port for port in ports for name in port.names}
     for pattern, place in placements.items():
@@ -172,7 +185,7 @@ def _by_name(ports: Sequence[Port], placements: Placements) -> dict[str, Any]:
 
 def _places(port: Port, wanted: Place | str | None, members: int) -> tuple[Place | None, ...]:
     """Where a parameter may be cut."""
-    if wanted is None:
+    if wanted in (None, "gathered"):
         return (None,)
     if isinstance(wanted, str):
         dims = dividing(port.shape, members)

@@ -414,6 +414,11 @@ def replicas_of_members_that_share_out_state() -> None:
         functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-3), stages=stages, **shared_out
     )
     loop.train()
+    check_trained(loop)
+
+
+def check_trained(loop: "Loop") -> None:
+    """Each parameter that members share is trained by one rank of them, as the account has it."""
     (compiled,) = loop.step.backend.compiled
     states = {n: loop.optimizers[0].state[p] for n, p in loop.model.named_parameters()}
     held = {n: sum(map(attrgetter("nbytes"), state.values())) for n, state in states.items()}
@@ -421,13 +426,36 @@ def replicas_of_members_that_share_out_state() -> None:
     dist.all_gather_object(by_rank, held)
     for port in compiled.program.ports(pfeife.Role.PARAMETER):
         trained_on = sum(bool(of_rank[port.fqn]) for of_rank in by_rank)
-        assert trained_on == (2 if port.keeper is None else 1), port
+        whole = compiled.program.members if port.keeper is None else 1
+        assert trained_on == whole, port
     # The account is that of the rank which trains most, of those that share a stage.
     curves = memory_curves(compiled.program, compiled.schedule, optimizer="adamw")
     for rank, curve in enumerate(curves):
         sharing = [r for r in range(len(by_rank)) if compiled.pipeline.mesh.place(r)[1] == rank]
         most = max(sum(by_rank[r].values()) for r in sharing)
         assert curve.held["optimizer"] == most, (curve.held, by_rank)
+
+
+@row(ranks=(2, 4))
+def parameters_that_are_gathered_once_a_step() -> None:
+    """Each is whole on one member, with its optimizer state, and all have it in a step: of nothing
+    else than gradients is anything sent, or of layers that are cut beside them.
+    """
+    everything = {"parallel": {"*": "gathered"}}
+    trained_alike(members=2, **everything, schedule="zb-h1")
+    trained_alike(members=2, parallel={"*": "gathered", **PLAN})
+    loop = Loop(functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-3), **everything)
+    loop.train()
+    (compiled,) = loop.step.backend.compiled
+    bodies = compiled.program.bodies.values()
+    told = [n for body in bodies for n in body.graph.nodes if n.target in {*MEANING} - {part}]
+    assert all(node.meta["val"].dim() == 0 for node in told), "sums of the loss"
+    check_trained(loop)
+    for curve in memory_curves(compiled.program, compiled.schedule):
+        assert "whole gradients" not in curve.held, "all members have these"
+    if dist.get_world_size() == 4:
+        loop = Loop(functools.partial(torch.optim.SGD, lr=0.1), replicas=2, **everything)
+        loop.train()
 
 
 @row(ranks=(2,))

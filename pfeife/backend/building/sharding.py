@@ -61,18 +61,20 @@ def _owned(task: Task, captured: Captured) -> dict[str, Owned]:
     return {port.fqn: known[slots[port.name]] for port in ports if slots[port.name] in known}
 
 
-def _placements(task: Task, captured: Captured) -> dict[str, int | Place]:
+def _placements(task: Task, captured: Captured) -> Placements:
     """The dimensions of parameters: by patterns of their own names as they were given, by their
     canonical ones where a plan names modules."""
     asked: Any = task.options.parallel
-    by_name = {name: dim for name, dim in asked.items() if isinstance(dim, int | Place)}
+    by_name = {
+        name: place
+        for name, place in asked.items()
+        if isinstance(place, int | Place) or place == "gathered"
+    }
     plan = {name: style for name, style in asked.items() if name not in by_name}
     # What the step calls a parameter depends on how it reaches the model: the tensor is the same.
     roots = nn.ModuleList(task.graph.inputs.modules)
     tensors = dict(roots.named_parameters(remove_duplicate=False))
-    dims: dict[int, int | Place] = {
-        id(tensors[name]): dim for name, dim in placements(roots, plan).items()
-    }
+    dims: dict[int, Any] = {id(tensors[name]): dim for name, dim in placements(roots, plan).items()}
     own = [*chain(*(root.named_parameters(remove_duplicate=False) for root in roots))]
     dims |= {id(tensor): by_name[name] for name, tensor in own if name in by_name}
     slots, ports = task.slots(captured), captured.program.ports(Role.PARAMETER)

@@ -170,7 +170,8 @@ class ReplicaOptions:
         `mesh` gives them as its dimension `"tp"`. See [parallelism inside a stage](sharding.md).
     parallel: How parameters are cut over the members: `"auto"`, or patterns of modules' names to
         torch's styles (`{"*.up": ColwiseParallel()}`) or Hugging Face's words (as
-        `config.base_model_tp_plan` and `base_model_ep_plan`), or of parameters to dimensions.
+        `config.base_model_tp_plan` and `base_model_ep_plan`), or of parameters to dimensions, or to
+        `"gathered"`: one member keeps it and tells the others once a step (`fully_shard`).
     attention: How members that have parts of a sequence read its keys and values: they `"gather"`
         all of them, or let them go around in a `"ring"`, block by block.
     """

@@ -173,9 +173,11 @@ def _state(
         state_bytes = state(port.shape, port.given_dtype) if state and port.fqn in trained else 0
         copied = port.bytes if port.held else 0
         units = frozenset(call.unit for call in users.get(port.fqn, ()))
-        # What members share out each of them keeps a share of, as large as its part.
-        kept = port.part_bytes * (1 if port.keeper is None else 2)
-        yield kept + copied + -(-state_bytes // shards), units
+        # What is cut each member keeps a share of, as large as its part; what is gathered has its
+        # optimizer state on one of them.
+        kept = port.part_bytes * (2 if port.keeper is not None and port.split else 1)
+        each = shards if port.keeper is None or port.split else shards * program.members
+        yield kept + copied + -(-state_bytes // each), units
 
 
 class _Storages:

@@ -5,6 +5,9 @@ weight      [8, 4], the keeper     absent             the user's
 in a step   rows 0 to 3 <--------> rows 4 to 7        `own_parts`: the keeper tells them
 gradient    of rows 0 to 3         of rows 4 to 7
 .grad       [8, 4] <-------------- absent             `whole_gradients`: the keeper is told
+
+What is not cut the keeper tells the others as a whole, once for all microbatches; of its gradient
+all have the sum, which the keeper alone needs.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +17,7 @@ import torch
 from pfeife.ir.evaluate import State
 from pfeife.ir.parts import Port
 from pfeife.lowering.buckets import told_together
+from pfeife.runtime.distributed.control.packing import empty, pack, views
 from pfeife.runtime.distributed.links.collectives import Group
 
 
@@ -21,7 +25,33 @@ def own_parts(ports: Iterable[Port], state: State, group: Group, device: torch.d
     """The state with a member's own parts of what one of them keeps (collective among them)."""
     own = dict(state)
     for together in told_together(ports):
-        own |= _told(together, state, group, device)
+        cut = [port for port in together if port.split]
+        if cut:
+            own |= _told(cut, state, group, device)
+        own |= _announced([port for port in together if not port.split], state, group, device)
+    return own
+
+
+def _announced(ports: Sequence[Port], state: State, group: Group, device: torch.device) -> State:
+    """Whole values, of which keepers tell the others: one message of each keeper."""
+    connection = group.group
+    assert connection is not None
+    own: dict[str, torch.Tensor] = {}
+    under_way = []
+    for member in range(len(connection.ranks)):
+        kept = [port for port in ports if port.keeper == member]
+        if not kept:
+            continue
+        if member == connection.place:
+            message = pack([_checked(port, state[port.fqn]) for port in kept], device)
+        else:
+            meant = [torch.empty(p.shape, dtype=p.given_dtype, device="meta") for p in kept]
+            message = empty(meant, device)
+            names = (port.fqn for port in kept)
+            own |= zip(names, views(message, meant), strict=True)
+        under_way.append((connection.group.broadcast(message, member), message))
+    for work, _ in under_way:
+        group.wait(work)
     return own
 
 
@@ -53,13 +83,18 @@ def _told(ports: Sequence[Port], state: State, group: Group, device: torch.devic
 def _stacked(port: Port, value: torch.Tensor) -> torch.Tensor:
     """Every member's part of what this one keeps."""
     assert port.split is not None
+    return port.split.stacked(_checked(port, value))
+
+
+def _checked(port: Port, value: torch.Tensor) -> torch.Tensor:
+    """A value that is as the program says."""
     # The others would wait for other parts, or take the bytes of these for those of other numbers.
     if value.shape != port.given_shape or value.dtype != port.given_dtype:
         raise ValueError(
             f"{port.fqn} has the shape {list(value.shape)} in {value.dtype}, the program was "
             f"captured for {list(port.given_shape)} in {port.given_dtype}"
         )
-    return port.split.stacked(value)
+    return value
 
 
 def _rows(stacks: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -79,14 +114,12 @@ def whole_gradients(
     """A member's gradients: of what one of them keeps, that has the whole, made of all parts
     (collective among the members)."""
     by_name = {port.fqn: port for port in ports}
-    kept = [by_name[name] for name in gradients if by_name[name].keeper is not None]
-    whole: dict[str, torch.Tensor] = {}
-    for together in told_together(kept):
+    whole = dict(gradients)
+    for together in told_together(by_name[name] for name in gradients if by_name[name].split):
         whole |= _gathered(together, gradients, group)
+    here = group.group.place if group.group else None
     return {
-        name: whole.get(name, gradient)
-        for name, gradient in gradients.items()
-        if name in whole or by_name[name].keeper is None
+        name: gradient for name, gradient in whole.items() if by_name[name].keeper in (None, here)
     }
 
 
