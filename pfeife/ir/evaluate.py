@@ -20,7 +20,9 @@ from pfeife.ir.combine import (
     tracked_names,
 )
 from pfeife.ir.lockstep import Each, lockstep
+from pfeife.ir.messages import call_of
 from pfeife.ir.microbatch import check_tensor, named_batch, sizes_of, step_inputs
+from pfeife.ir.nodes import returned
 from pfeife.ir.parts import STATE_ROLES, Port, ProgramBase, Role
 
 State = Mapping[str, torch.Tensor]
@@ -214,6 +216,24 @@ def _whole(port: Port, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return parts[0]
 
 
+def _added_up(program: ProgramBase, sums: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Gradients of the sums over microbatches. What several stages give to one is added at the end:
+    what those of one rank give, then these by rank, then by member. So do ranks, in a reduction."""
+    rank_of = {call.node: call.rank or 0 for call in program.calls}
+    results = returned(program.module)
+    of_ranks: dict[str, dict[int, torch.Tensor]] = {}
+    for port in program.ports(Role.GRADIENT):
+        ranks, part = of_ranks.setdefault(port.fqn, {}), sums[port.name]
+        rank = rank_of.get(call_of(results[port.name]).name, 0)
+        ranks[rank] = ranks[rank] + part if rank in ranks else part
+    gradients = {
+        name: add([ranks[rank] for rank in sorted(ranks)]) for name, ranks in of_ranks.items()
+    }
+    for name in {port.fqn for port in program.ports(Role.GRADIENT) if port.partial}:
+        gradients[name] = add(gradients[name].unbind())
+    return gradients
+
+
 def _one_pipeline(
     program: ProgramBase,
     state: State,
@@ -248,14 +268,7 @@ def _one_pipeline(
         ports = program.ports(role)
         return tuple({port.fqn: result[port.name] for port in ports} for result in results)
 
-    # What several stages give to one gradient is added at the end, each stage's microbatches first:
-    # so do ranks, in a reduction.
-    gradients: dict[str, torch.Tensor] = {}
-    for port in program.ports(Role.GRADIENT):
-        part = sums[port.name]
-        gradients[port.fqn] = gradients[port.fqn] + part if port.fqn in gradients else part
-    for name in {port.fqn for port in program.ports(Role.GRADIENT) if port.partial}:
-        gradients[name] = add(gradients[name].unbind())
+    gradients = _added_up(program, sums)
     losses = [loss for loss_of in named(Role.LOSS) for loss in loss_of.values()]
     # After the last microbatch what is held of a buffer is its new value.
     updated = {port.fqn: held[slots[port.fqn]] for port in updates}
