@@ -84,6 +84,12 @@ def telling_seconds(body: fx.GraphModule, machine: Machine) -> float:
     return sum(_collective_seconds(node, machine) for node in collectives)
 
 
+def sending_seconds(body: fx.GraphModule, machine: Machine) -> float:
+    """Seconds that the messages of a body's collectives take, and nothing else of them."""
+    collectives = (node for node in body.graph.nodes if node.target in MEANING)
+    return sum(_sending_seconds(node, machine) for node in collectives)
+
+
 def member_prices(machine: Machine) -> Prices:
     """What members of a group pay on a machine, by these estimates: for `shard`."""
     return Prices(
@@ -95,6 +101,12 @@ def member_prices(machine: Machine) -> Prices:
 
 def _collective_seconds(node: fx.Node, machine: Machine) -> float:
     """What a member takes to tell the others its tensor and hear theirs, and to work on them."""
+    moved = machine.launch_seconds + sum(_rooflines(node, machine))
+    return moved + _sending_seconds(node, machine)
+
+
+def _sending_seconds(node: fx.Node, machine: Machine) -> float:
+    """What of that messages take."""
     target: Any = node.target
     arguments = signature(target).bind(*node.args, **node.kwargs).arguments
     members, value = arguments["members"], node.all_input_nodes[0]
@@ -102,8 +114,7 @@ def _collective_seconds(node: fx.Node, machine: Machine) -> float:
     sent = messages(target, _bytes(value), members, along_one=along)
     if target in (fetched_rows, added_rows):
         sent = [8, _exchanged(arguments)]  # how many rows, and these
-    moved = machine.launch_seconds + sum(_rooflines(node, machine))
-    return moved + peers(target, members) * sum(map(machine.transfer_seconds, sent))
+    return peers(target, members) * sum(map(machine.transfer_seconds, sent))
 
 
 def _exchanged(arguments: Mapping[str, Any]) -> int:

@@ -20,9 +20,13 @@ from pfeife.compilers import Compiler, example, fingerprint
 from pfeife.compilers.piece import inputs
 from pfeife.cost.body import CUDA_BLOCK, Body
 from pfeife.cost.cache import Measured, find, keep
+from pfeife.cost.estimate import sending_seconds
+from pfeife.data.machine import Machine
 from pfeife.data.plan import Costs
 from pfeife.data.progress import Progress
 from pfeife.ir.editing.absorb import absorb
+from pfeife.ir.editing.copying import Copy, copied
+from pfeife.ir.members import MEANING
 from pfeife.ir.nodes import is_number, is_sized_by_data, node_bytes, returned, source_line, value_of
 from pfeife.ir.parts import Call, Kind, Role
 from pfeife.ir.program import Program
@@ -40,6 +44,7 @@ def measure(
     compiler: Compiler | None = None,
     cache: Path | None = None,
     progress: Progress | None = None,
+    machine: Machine | None = None,
 ) -> Costs:
     """Seconds of every call: the median of `repeats` runs after one warm-up, with their spread.
 
@@ -55,7 +60,16 @@ def measure(
     programs, of this device, torch, `compiler` and number of threads. `compiler` has the signature
     of a Dynamo backend; without it bodies run as they are.
     `progress` is called with how many of how many runs are done.
+
+    A member of a group runs without the others: what it is told by these is made up, and what the
+    messages take is added by estimate, over the link of the `machine`. Raises ValueError if there
+    is none.
     """
+    if program.members > 1 and machine is None:
+        raise ValueError(
+            f"measure: the program is one of {program.members} members, whose messages cannot be "
+            "measured by one of them: pass machine=, whose link says what they take"
+        )
     program = absorb(program)
     bodies = {call.node: _measured_body(program, call, device, compiler) for call in program.calls}
     distinct = {body.key: body for body in bodies.values()}
@@ -71,9 +85,13 @@ def measure(
     if cache:
         _keep(cache, measured)
     entry_of = {node: by_key[body.key] for node, body in bodies.items()}
+    sending = {
+        node: sending_seconds(body.module, machine) if machine else 0.0
+        for node, body in bodies.items()
+    }
     return Costs(
         "measured",
-        {node: entry.seconds for node, entry in entry_of.items()},
+        {node: entry.seconds + sending[node] for node, entry in entry_of.items()},
         {node: entry.spread for node, entry in entry_of.items()},
         {node: entry.accumulate for node, entry in entry_of.items() if entry.accumulate},
         {node: entry.inside for node, entry in entry_of.items() if entry.inside},
@@ -156,7 +174,8 @@ def _run_in_turn(
     runs_of: list[list[_Ran]] = [[] for _ in bodies]
     with torch.no_grad(), _torch.no_autocast():
         runs: list[Callable] = [
-            compiler(body.module, body.arguments()) if compiler else body.module for body in bodies
+            _alone(compiler(body.module, body.arguments()) if compiler else body.module)
+            for body in bodies
         ]
         for turn in range(repeats + 1):
             for index, body in enumerate(bodies):
@@ -166,6 +185,24 @@ def _run_in_turn(
                     progress(turn * len(bodies) + index + 1, (repeats + 1) * len(bodies))
     pairs = zip(bodies, runs_of, strict=True)  # the first one makes what a library keeps
     return [_summary(body, ran[1:], repeats) for body, ran in pairs]
+
+
+def _alone(run: Callable) -> Callable:
+    """A body that one member runs without the others: what these tell it is made up."""
+    return copied(run, _made_up).module() if isinstance(run, fx.GraphModule) else run
+
+
+def _made_up(node: fx.Node, copy: Copy) -> fx.Node | None:
+    if node.target not in MEANING:
+        return None
+    like = node.meta["val"]
+
+    def made_up(value: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return example(like, value.device)
+
+    own = copy.keep(node)
+    own.target = made_up
+    return own
 
 
 @attrs.frozen

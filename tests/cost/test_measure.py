@@ -4,6 +4,7 @@ import importlib
 import weakref
 from collections import Counter
 
+import attrs
 import pytest
 import torch
 from models import GPT, case, gpt
@@ -12,8 +13,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pfeife
-from pfeife.cost import measure
+from pfeife.cost import machine, measure
 from pfeife.cost.measure import fingerprint
+from pfeife.ir.members import ALONE, MEANING
 from pfeife.ir.parts import Kind
 
 aten = torch.ops.aten
@@ -178,3 +180,18 @@ def test_results_are_held_for_what_comes_later(make, holding):
     assert set(kinds) == set(backend.held) and holding <= set(kinds.values())
     for key, held in backend.held.items():
         assert held == ([0, 1, 2, 2] if kinds[key] in holding else [0, 0, 0, 0])
+
+
+def test_a_member_is_measured_alone():
+    """What the others tell it is made up; what messages take is that of a machine's link."""
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    flat = pfeife.capture(lambda x: net(x).mean(), torch.ones(4, 8))
+    local = pfeife.shard({"0.*": 0, "2.weight": 1}, members=2)(flat)
+    clusters = pfeife.compose(pfeife.fuse(), pfeife.split_backward())(local)
+    slow, sends = attrs.evolve(machine("cpu-core"), link_latency=7.0), MEANING.keys() - ALONE
+    seconds = measure(clusters, repeats=1, machine=slow).seconds
+    for call in clusters.calls:
+        told = sum(n.target in sends for n in clusters.body(call).graph.nodes)
+        assert 7.0 * told < seconds[call.node] < 7.0 * told + 6.0
+    with pytest.raises(ValueError, match="one of 2 members, whose messages cannot be measured"):
+        measure(clusters)

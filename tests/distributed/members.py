@@ -341,7 +341,7 @@ def a_loop_of_compiled_bodies() -> None:
         pieces.append(module)
         return module.forward
 
-    trained_alike(members=2, compiler=compiler, schedule="zb-h1")
+    trained_alike(members=2, compiler=compiler, schedule="zb-h1", costs="measure")
     assert len(pieces) > 10, len(pieces)
 
 

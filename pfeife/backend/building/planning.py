@@ -63,7 +63,9 @@ def costs_of(options: Options, clusters: Program, target: Machine, show: Shown) 
             return costs
         cache = Path(options.cache) if options.cache else None
         compiler = None if options.compiler == "aot_eager" else BodyCompiler(options.compiler)
-        return measure(clusters, compiler=compiler, cache=cache, progress=phase.progress)
+        return measure(
+            clusters, compiler=compiler, cache=cache, progress=phase.progress, machine=target
+        )
 
 
 UNEVEN = 1.1  # times as uneven stages as those of the sizes that a plan was made for: plan anew

@@ -273,7 +273,6 @@ def described_parallel(plan: Mapping[str, Any] | str) -> str:
 # What members cannot do yet, and what there is instead.
 _WITHOUT_MEMBERS = {
     "cuda_graphs": (False, "bodies are not recorded"),
-    "costs": ("estimate", "a stage cannot be run by one member alone"),
 }
 
 

@@ -30,7 +30,6 @@ def test_a_mesh_gives_the_members():
         ({"attention": "ring"}, "say with members= how many share a stage"),
         ({"attention": "around", "members": 2}, r"must be one of \['gather', 'ring'\]"),
         ({"parallel": ["colwise"]}, "option parallel=.*must be 'auto', or a mapping"),
-        ({"parallel": PLAN, "members": 2, "costs": "measure"}, "leave costs out"),
         ({"parallel": PLAN, "members": 2, "cuda_graphs": True}, "leave cuda_graphs out"),
         ({"parallel": PLAN, "members": 3, "mesh": Mesh(1, members=2)}, "which has 2"),
     ],
