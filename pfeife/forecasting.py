@@ -26,7 +26,7 @@ from pfeife.lowering.verify import verify_schedule
 from pfeife.passes import annotate, fuse, master_weights, record, shard, split_backward
 from pfeife.passes.apply import apply, passes_of
 from pfeife.passes.compose import Recorded, compose
-from pfeife.passes.shard import Attention
+from pfeife.passes.shard import Attention, Every, Placements
 from pfeife.report import Run, Target, expected, forecast_of
 from pfeife.sched import plan as make_plan
 from pfeife.sched.by_family import Scheduling, splits
@@ -49,6 +49,7 @@ class Question:
     replicas: pipelines that share the microbatches; data_parallel: what they do with gradients,
         "average" or "shard".
     members: ranks that share the work of each stage, cut as `shard("auto", members)` does;
+        parallel: how they are cut otherwise, as `shard` takes it ("gathered");
         attention: whether they "gather" keys and values of a sequence that is cut, or let them go
         around in a "ring".
     network: the links between all ranks, where they are not the machine's own; pipelines are
@@ -63,6 +64,7 @@ class Question:
     microbatches: int
     replicas: int = 1
     members: int = 1
+    parallel: Placements | Every = "auto"
     attention: Attention = "gather"
     data_parallel: DataParallel = "average"
     stages: int | None = None
@@ -87,8 +89,9 @@ class Question:
                 )
         if self.ranks // self.replicas % self.members:
             raise ValueError(
-                f"ranks={self.ranks} and members={self.members}: every stage of {self.replicas} "
-                "replicas has as many"
+                f"ranks={self.ranks} and members={self.members}: each stage is a group of "
+                f"{self.members} ranks, and {self.replicas} replicas of such stages do not have "
+                f"{self.ranks} in all"
             )
         # These raise for what they do not know: here it costs nothing, after a capture a minute.
         if isinstance(self.machine, str):
@@ -237,7 +240,7 @@ def clusters_of(flat: Program, question: Question) -> Program:
         prices = member_prices(question.on)
         passes.append(
             shard(
-                "auto",
+                question.parallel,
                 question.members,
                 unknown="gather",
                 attention=question.attention,

@@ -113,6 +113,7 @@ def question_of(options: argparse.Namespace) -> "Question":
         microbatches=options.microbatches,
         replicas=options.replicas,
         members=options.members,
+        parallel=options.parallel,
         attention=options.attention,
         schedule=_schedule(options.schedule),
         stages=options.stages,

@@ -80,7 +80,8 @@ class Captures:
     ) -> Outlook:
         """The answer to a question about that program."""
         links = question.on.link_latency, question.on.link_bandwidth
-        cut = (question.members, question.attention, links) if question.members > 1 else ()
+        how = str(question.parallel), question.attention
+        cut = (question.members, *how, links) if question.members > 1 else ()
         kind = (self.size(options), question.machine, question.master, question.splits, cut)
         if kind not in self.clusters:
             self.clusters[kind] = clusters_of(self.of(options).program, question)

@@ -19,11 +19,12 @@ from pfeife.passes.member_graph import Member
 from pfeife.passes.member_ways import Prices, member_ways
 
 Attention = Literal["gather", "ring"]
+Every = Literal["auto", "gathered"]  # what all parameters may be
 Placements = Mapping[str, int | Place | Literal["cut", "auto", "gathered"] | None]
 
 
 def shard(
-    placements: Placements | Literal["auto"],
+    placements: Placements | Every,
     members: int,
     *,
     unknown: Literal["refuse", "gather"] = "refuse",
@@ -39,7 +40,7 @@ def shard(
     means along any that `members` divide, "auto" there or not at all, None (and a parameter that is
     not named) not at all. "gathered" is whole on all members in a step, which are told it before,
     however many microbatches this has; so is what shall be "cut" and cannot. "auto" alone is "cut"
-    for all that has several dimensions, and "auto" for the rest.
+    for all that has several dimensions, and "auto" for the rest; "gathered" alone is that for all.
 
     Everything else follows by a linear program: each operation is computed along one of its
     factors, or as a whole, so that by `prices` a step takes least. Without these that is where the
@@ -162,14 +163,16 @@ def _kept(program: Program, shared: Container[str], keepers: Mapping[str, int]) 
     return attrs.evolve(program, inputs=inputs, outputs=outputs)
 
 
-def of_all(ports: Sequence[Port]) -> dict[str, Literal["cut", "auto"]]:
-    """What "auto" alone means for parameters, by their names."""
+def of_all(every: Every, ports: Sequence[Port]) -> dict[str, Literal["cut", "auto", "gathered"]]:
+    """What a word alone means for parameters, by their names."""
+    if every == "gathered":
+        return dict.fromkeys((port.fqn for port in ports), every)
     return {port.fqn: "cut" if len(port.shape) > 1 else "auto" for port in ports}
 
 
-def _by_name(ports: Sequence[Port], given: Placements | Literal["auto"]) -> dict[str, Any]:
+def _by_name(ports: Sequence[Port], given: Placements | Every) -> dict[str, Any]:
     """How each parameter shall be cut, by names of ports."""
-    placements: Placements = of_all(ports) if given == "auto" else given
+    placements: Placements = of_all(given, ports) if isinstance(given, str) else given
     wanted: dict[str, Any] = dict.fromkeys((port.name for port in ports), None)
     exactly = {name: port for port in ports for name in port.names}
     for pattern, place in placements.items():

@@ -441,7 +441,7 @@ def parameters_that_are_gathered_once_a_step() -> None:
     """Each is whole on one member, with its optimizer state, and all have it in a step: of nothing
     else than gradients is anything sent, or of layers that are cut beside them.
     """
-    everything = {"parallel": {"*": "gathered"}}
+    everything = {"parallel": "gathered"}
     trained_alike(members=2, **everything, schedule="zb-h1")
     trained_alike(members=2, parallel={"*": "gathered", **PLAN})
     loop = Loop(functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-3), **everything)

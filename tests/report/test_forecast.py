@@ -115,5 +115,5 @@ def test_members_have_links_of_their_own():
         question = Question(ranks=4, members=2, microbatches=2, network=network)
         bandwidths.append(question.on.link_bandwidth)
     assert bandwidths == [link_kind("nvlink4").bandwidth, slow.bandwidth]
-    with pytest.raises(ValueError, match="every stage of 1 replicas has as many"):
+    with pytest.raises(ValueError, match="is a group of 2 ranks, and 1 rep"):
         Question(ranks=3, members=2, microbatches=2)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -14,7 +14,7 @@ from pfeife.frontend.placements import placements
 from pfeife.ir.parts import Role
 from pfeife.passes import shard
 from pfeife.passes.compose import Pass
-from pfeife.passes.shard import Placements, of_all
+from pfeife.passes.shard import Every, Placements, of_all
 from pfeife.runtime.distributed.state.owned import Owned
 
 
@@ -31,12 +31,13 @@ def sharding(task: Task, captured: Captured) -> list[Pass]:
         )
     owned = _owned(task, captured)
     keepers = {name: owner.member for name, owner in owned.items() if owner.member is not None}
-    auto = task.options.parallel == "auto"
+    parallel: Any = task.options.parallel
+    every = isinstance(parallel, str)
     return [
         shard(
-            _auto(captured, owned) if auto else _placements(task, captured),
+            _of_all(parallel, captured, owned) if every else _placements(task, captured),
             members,
-            unknown="gather" if auto else "refuse",
+            unknown="gather" if every else "refuse",
             attention=task.options.attention,
             keepers=keepers,
             prices=member_prices(task.machine(captured.program)),
@@ -45,12 +46,14 @@ def sharding(task: Task, captured: Captured) -> list[Pass]:
     ]
 
 
-def _auto(captured: Captured, owned: Mapping[str, Owned]) -> Placements:
-    """All that may be cut is, but for what an earlier program has cut, or not: that stays so."""
+def _of_all(every: Every, captured: Captured, owned: Mapping[str, Owned]) -> Placements:
+    """All that may be cut is, or all is gathered; but what an earlier program has shared among
+    members, or not, stays so."""
+    shared: Literal["cut", "gathered"] = "cut" if every == "auto" else every
     known: Placements = {
-        name: None if owner.member is None else "cut" for name, owner in owned.items()
+        name: None if owner.member is None else shared for name, owner in owned.items()
     }
-    return {**of_all(captured.program.ports(Role.PARAMETER)), **known}
+    return {**of_all(every, captured.program.ports(Role.PARAMETER)), **known}
 
 
 def _owned(task: Task, captured: Captured) -> dict[str, Owned]:

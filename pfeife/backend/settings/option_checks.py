@@ -19,6 +19,7 @@ from pfeife.data.plan import Plan
 from pfeife.data.schedule import Schedule
 from pfeife.factors import Place
 from pfeife.passes.compose import LEVELS, Passes
+from pfeife.passes.shard import Every
 from pfeife.sched import POLICIES
 from pfeife.sched.cutting import CutAt, Partition, RecomputePolicy
 from pfeife.sched.cutting.recompute_policy import WORDS
@@ -252,11 +253,11 @@ def boundaries(partition: Partition | CutAt | None) -> dict[str, str]:
 def check_parallel(instance: object, attribute: attrs.Attribute, value: Any) -> None:
     """Raises ValueError for what is no plan of how parameters are cut."""
     names = isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
-    if value != "auto" and not names:
+    if not names and (not isinstance(value, str) or value not in get_args(Every)):
         raise ValueError(
-            f"option parallel={value!r}: must be 'auto', or a mapping from patterns of modules' "
-            "names to torch's styles (ColwiseParallel()) or Hugging Face's words ('colwise'), or "
-            "from those of parameters' names to dimensions"
+            f"option parallel={value!r}: must be 'auto', 'gathered', or a mapping from patterns of "
+            "modules' names to torch's styles (ColwiseParallel()) or Hugging Face's words "
+            "('colwise'), or from those of parameters' names to dimensions"
         )
 
 

@@ -25,7 +25,7 @@ from pfeife.data.plan import Costs, Plan
 from pfeife.data.replicas import BUCKET_BYTES, DataParallel
 from pfeife.ir.program import Program
 from pfeife.passes.compose import Passes
-from pfeife.passes.shard import Attention
+from pfeife.passes.shard import Attention, Every
 from pfeife.runtime.distributed.batches.meshes import mesh_of
 from pfeife.runtime.protocols import Runtime
 from pfeife.sched.by_family import Scheduling
@@ -170,8 +170,9 @@ class ReplicaOptions:
         `mesh` gives them as its dimension `"tp"`. See [parallelism inside a stage](sharding.md).
     parallel: How parameters are cut over the members: `"auto"`, or patterns of modules' names to
         torch's styles (`{"*.up": ColwiseParallel()}`) or Hugging Face's words (as
-        `config.base_model_tp_plan` and `base_model_ep_plan`), or of parameters to dimensions, or to
-        `"gathered"`: one member keeps it and tells the others once a step (`fully_shard`).
+        `config.base_model_tp_plan` and `base_model_ep_plan`), or of parameters to dimensions.
+        `"gathered"`, for all or in such a pattern: one member keeps it and tells the others all of
+        it once a step.
     attention: How members that have parts of a sequence read its keys and values: they `"gather"`
         all of them, or let them go around in a `"ring"`, block by block.
     """
@@ -184,7 +185,7 @@ class ReplicaOptions:
     bucket_bytes: int = attrs.field(default=BUCKET_BYTES, validator=checks.count)
     mesh: Mesh | None = attrs.field(default=None, converter=mesh_of)
     members: int = attrs.field(default=1, validator=checks.count)
-    parallel: Mapping[str, Any] | Literal["auto"] = attrs.field(
+    parallel: Mapping[str, Any] | Every = attrs.field(
         default="auto", validator=checks.check_parallel, repr=checks.described_parallel
     )
     attention: Attention = attrs.field(default="gather", validator=checks.one_of(Attention))
