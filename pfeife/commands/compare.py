@@ -36,7 +36,8 @@ a second and rank. What cannot be planned stands below, with the reason."""
 _AXES = ("machine", "ranks", "replicas", "microbatches", "schedule")  # which are always shown
 _LINKS = ("nodes", "ranks_per_node", "inside", "between")
 _DECIDED = ("recompute", "data_parallel", "cut_at")
-_MORE = (*_LINKS, "members", "memory", "batch", "sequence", "stages", "optimizer", *_DECIDED)
+_CUT = ("members", "parallel", "attention")  # inside of a stage
+_MORE = (*_LINKS, *_CUT, "memory", "batch", "sequence", "stages", "optimizer", *_DECIDED)
 
 
 @attrs.frozen

@@ -9,6 +9,8 @@ import pytest
 
 import pfeife
 from pfeife.__main__ import main
+from pfeife.commands import compare
+from pfeife.commands.arguments import MACHINES, PLAN
 from pfeife.data import plain
 from pfeife.data.forecast import Forecast
 from pfeife.data.machine import Machine
@@ -210,12 +212,21 @@ def test_lists_of_all_that_a_plan_is_asked_for(said):
         said("compare", "mine.py:example", *asked, "--cut-at", "nowhere")
 
 
+def test_all_that_may_be_a_list_is_compared():
+    lists = {flag.name.replace("-", "_") for flag in (*MACHINES, *PLAN) if flag.several}
+    assert lists <= {*compare._AXES, *compare._MORE}
+
+
 def test_how_many_ranks_share_a_stage(said):
     """Members of the stages of as many ranks; and the fewest ranks are so many at a time."""
     question = ("mine.py:example", "--machine", "cpu-core", "--microbatches", "4", "--batch", "8")
     status, out, _ = said("compare", *question, "--ranks", "4", "--members", "1,2,4")
     assert status == 0 and "members" in out.splitlines()[0]
     assert sorted(line.split()[5] for line in out.splitlines()[2:5]) == ["1", "2", "4"]
+    ways = ("--members", "2", "--parallel", "auto,gathered", "--attention", "gather,ring")
+    status, out, _ = said("compare", *question, "--ranks", "4", *ways)
+    assert status == 0 and out.splitlines()[0].split()[5:7] == ["parallel", "attention"]
+    assert sum(line.split()[5] == "gathered" for line in out.splitlines()[2:6]) == 2
     status, out, _ = said("plan", *question, "--ranks", "4", "--members", "2")
     assert status == 0 and "members wait" in out and "2 x 2 ranks" in out
     status, _, err = said("plan", *question, "--ranks", "3", "--members", "2")
