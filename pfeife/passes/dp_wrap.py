@@ -97,7 +97,7 @@ def _owned(
 
     def assign(reduction: Reduction, owner: int) -> None:
         owners[reduction.name] = owner
-        held.update(dict.fromkeys(shares(reduction, owner), sizes.bytes[reduction.name]))
+        held.update(dict.fromkeys(shares(reduction, owner), sizes.given[reduction.name]))
 
     for reduction in reductions:
         # it stays where its optimizer state is; the new ones even out the bytes
@@ -112,7 +112,7 @@ def _owned(
     ]
     # Largest first, each to the replica that has least (the LPT rule; Graham, 1969). It depends on
     # names and sizes alone, so that every rank decides the same.
-    for reduction in sorted(new, key=lambda reduction: -sizes.bytes[reduction.name]):
+    for reduction in sorted(new, key=lambda reduction: -sizes.given[reduction.name]):
         counts = [
             sum(held[share] for share in shares(reduction, k)) for k in range(reduction.replicas)
         ]

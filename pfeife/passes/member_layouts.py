@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import fx
 
 from pfeife.ir.nodes import source_line, value_of
@@ -25,8 +26,10 @@ def fills_memory(node: fx.Node, order: Sequence[int]) -> bool:
 
 
 def lies_in_order(node: fx.Node) -> bool:
-    """Whether a value fills its memory in the order of its dimensions."""
+    """Whether a value fills its memory in the order of its dimensions; a sparse one has none."""
     value = value_of(node)
+    if value is not None and value.layout != torch.strided:
+        return True
     return value is not None and fills_memory(node, range(value.dim()))
 
 

@@ -31,6 +31,7 @@ class Sizes:
         results = returned(program.module)
         ports = program.ports(Role.GRADIENT)
         self.bytes = {port.fqn: port.bytes for port in ports}
+        self.given = {port.fqn: port.given_bytes for port in ports}
         self.keepers = {port.fqn: port.keeper for port in ports}
         self.kinds = {p.fqn: (p.dtype, results[p.name].meta["val"].layout) for p in ports}
 

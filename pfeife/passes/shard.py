@@ -6,13 +6,14 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import attrs
+import torch
 from torch import fx
 
 from pfeife.factors.equation import Place, Rule
 from pfeife.factors.rules import RINGS, RULES
 from pfeife.factors.ways import Way, Ways, dividing
 from pfeife.ir.members import Split
-from pfeife.ir.nodes import node_bytes, source_line
+from pfeife.ir.nodes import node_bytes, returned, source_line, value_of
 from pfeife.ir.parts import Port, Role
 from pfeife.ir.program import Program
 from pfeife.passes.member_graph import Member
@@ -72,7 +73,7 @@ def shard(
     def run(program: Program) -> Program:
         if program.calls or program.members > 1:
             raise ValueError("shard: the program is fused or sharded already; shard a flat one")
-        wanted = _by_name(program.ports(Role.PARAMETER), placements)
+        wanted = _wanted(program, placements)
         ways = _ways(program, wanted, members, RINGS if attention == "ring" else RULES)
         numbers = decided(
             lambda: _numbers(ways, _chosen(program, ways, prices or _FEWEST_BYTES, unknown))
@@ -146,6 +147,11 @@ def _check_rules(ways: Ways, chosen: Mapping[fx.Node, Way]) -> None:
 def _kept(program: Program, shared: Container[str], keepers: Mapping[str, int]) -> Program:
     """The same, whose parameters and gradients that members share are whole on one of them each."""
     kept_bytes, chosen = [0] * program.members, dict(keepers)
+    for name, member in keepers.items():
+        if not 0 <= member < program.members:
+            raise ValueError(
+                f"shard: keepers say that member {member} keeps {name}, of {program.members}"
+            )
     for port in program.ports(Role.PARAMETER):
         if port.fqn in shared:
             least = kept_bytes.index(min(kept_bytes))
@@ -168,6 +174,19 @@ def of_all(every: Every, ports: Sequence[Port]) -> dict[str, Literal["cut", "aut
     if every == "gathered":
         return dict.fromkeys((port.fqn for port in ports), every)
     return {port.fqn: "cut" if len(port.shape) > 1 else "auto" for port in ports}
+
+
+def _wanted(program: Program, given: Placements | Every) -> dict[str, Any]:
+    """How each parameter shall be cut, by names of ports. That of a sparse gradient, some rows of
+    a table, has no parts: it is gathered where nobody says along which dimension it is cut."""
+    ports, results = program.ports(Role.PARAMETER), returned(program.module)
+    values = {p.fqn: value_of(results[p.name]) for p in program.ports(Role.GRADIENT)}
+    sparse = {n for n, v in values.items() if v is not None and v.layout != torch.strided}
+    fqns = {port.name: port.fqn for port in ports}
+    return {
+        name: "gathered" if fqns[name] in sparse and place in ("cut", "auto") else place
+        for name, place in _by_name(ports, given).items()
+    }
 
 
 def _by_name(ports: Sequence[Port], given: Placements | Every) -> dict[str, Any]:

@@ -733,6 +733,42 @@ def memory_that_is_read_as_it_lies() -> None:
     alike(model, plain)
 
 
+class Odd(nn.Module):
+    """A matrix that lies the other way round and is read as it lies, one without elements, and a
+    table of which a step reads some rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.turned = nn.Parameter(torch.randn(31, 15).t())
+        self.empty = nn.Parameter(torch.zeros(0, 15))
+        self.words = nn.Embedding(24, 15, sparse=True)
+
+    def forward(self, tokens):
+        rows = self.turned.as_strided((15, 31), (1, 15))
+        x = torch.cat([self.words(tokens).flatten(0, 1), self.empty])
+        return (x @ rows).tanh().square().mean()
+
+
+@row(ranks=(2,))
+def what_members_do_not_divide() -> None:
+    """Is whole on one of them, and on the others in a step, as it lies on that one."""
+    for parallel in ("auto", "gathered"):
+        torch.manual_seed(0)
+        model, tokens = Odd().double(), torch.randint(24, (8, 6))
+        plain = copy.deepcopy(model)
+        step = pfeife.compile(lambda x, m=model: m(x), members=2, microbatches=2, parallel=parallel)
+        for net, run in ((model, step), (plain, plain)):
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            for _ in range(3):
+                optimizer.zero_grad()
+                run(tokens).backward()
+                optimizer.step()
+        (compiled,) = step.backend.compiled
+        ports = compiled.program.ports(pfeife.Role.PARAMETER)
+        assert all(port.split is None and port.keeper is not None for port in ports), parallel
+        alike(model, plain)
+
+
 @row(ranks=(2,))
 def what_cannot_be_cut() -> None:
     model, x = nn.Linear(4, 3), torch.ones(4, 4)

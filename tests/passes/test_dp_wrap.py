@@ -51,6 +51,25 @@ def test_buckets_and_shares(data):
         assert max(held.values()) - min(held.values()) <= largest + tied
 
 
+def test_what_members_keep_is_shared_out_evenly():
+    """By the bytes that a keeper has: of a matrix that is cut, all of it, as of one that is not."""
+    sizes = {"0": (16, 32), "1": (32, 16), "2": (16, 9), "3": (9, 16), "4": (16, 9)}
+    layers = [torch.nn.Linear(*size, bias=False) for size in sizes.values()]
+    net = torch.nn.Sequential(*layers)
+    flat = pfeife.capture(lambda x: net(x).square().mean(), torch.ones(8, 16))
+    places = {"*": "gathered", "0.weight": 0, "1.weight": 1}
+    keepers = dict.fromkeys(dict(net.named_parameters()), 0)
+    fused = pfeife.compose(pfeife.shard(places, 4, keepers=keepers), pfeife.fuse())(flat)
+    plan = pfeife.Plan((0,) * fused.units, pfeife.sched.families.gpipe(1, 2))
+    sent = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(fused)
+    wrapped = pfeife.dp_wrap(pfeife.Mesh(1, 2), pfeife.Replicas(2, "shard"))(sent)
+    held = owned_bytes(wrapped, 0)
+    assert sorted(held[replica, 0] for replica in range(2)) == [2624, 3200]
+    assert not any(held[replica, member] for replica in range(2) for member in (1, 2, 3))
+    with pytest.raises(ValueError, match=r"member 4 keeps 0\.weight, of 4"):
+        pfeife.shard(places, 4, keepers={"0.weight": 4})(flat)
+
+
 def test_other_words_are_refused():
     with pytest.raises(ValueError, match=r"Replicas.how='zero': must be 'average' or 'shard'"):
         pfeife.Replicas(2, "zero")

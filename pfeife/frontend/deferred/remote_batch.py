@@ -114,7 +114,7 @@ def become_absent(tensor: torch.Tensor, absence: Absence) -> None:
     """Lets go of a tensor's values, and of all of Python's tensors that share its bytes."""
     # What lies elsewhere in the same storage keeps its values.
     sharing = [user for user in users_of(tensor) if _torch.overlap(user, tensor)]
-    if len(sharing) == 1:
+    if len(sharing) < 2:  # one without elements has no bytes
         _torch.let_go(tensor, absence)
     else:
         _torch.let_go_all(sharing, absence)

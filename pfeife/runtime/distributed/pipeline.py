@@ -14,6 +14,7 @@ from pfeife.data.schedule import Schedule
 from pfeife.ir.combine import add, mean
 from pfeife.ir.evaluate import Result, State, averaged, with_statistics
 from pfeife.ir.microbatch import Counted, counts_of
+from pfeife.ir.nodes import value_of
 from pfeife.ir.parts import Port, Role
 from pfeife.ir.program import Program
 from pfeife.lowering.envelope import Envelope, Tensors, envelope_of
@@ -163,6 +164,11 @@ class DistributedPipeline(Pipeline["DistributedStep"]):
         return value.chunk(self.program.replicas, port.batch_dim or 0)[replica]
 
     @functools.cached_property
+    def _layouts(self) -> dict[str, torch.Tensor | None]:
+        """What stands for state where the program was made, by names."""
+        return {port.fqn: value_of(self.program.node(port.name)) for port in self.runner.state}
+
+    @functools.cached_property
     def _readers(self) -> dict[str, list[int]]:
         """The ranks of a pipeline whose calls use an input, by its port's name; all of them where
         it is used outside of calls."""
@@ -178,7 +184,7 @@ class DistributedPipeline(Pipeline["DistributedStep"]):
 
     def _started(self, state: State, parts: Sequence[Part]) -> "DistributedStep":
         transport = self.transport.for_step()
-        state = own_parts(self.runner.state, state, transport, self.device)
+        state = own_parts(self.runner.state, self._layouts, state, transport, self.device)
         return DistributedStep(self, self.runner.start(state, parts[0], transport), transport)
 
 
@@ -375,7 +381,7 @@ def _overflows(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     dense = [
         gradient
         for gradient in gradients
-        if gradient.is_floating_point() and gradient.layout == torch.strided
+        if gradient.is_floating_point() and gradient.layout == torch.strided and gradient.numel()
     ]
     largest = torch.nn.utils.get_total_norm(dense, float("inf"))
     return ~largest.isfinite()

@@ -21,15 +21,34 @@ from pfeife.runtime.distributed.control.packing import empty, pack, views
 from pfeife.runtime.distributed.links.collectives import Group
 
 
-def own_parts(ports: Iterable[Port], state: State, group: Group, device: torch.device) -> State:
-    """The state with a member's own parts of what one of them keeps (collective among them)."""
+def own_parts(
+    ports: Iterable[Port],
+    layouts: Mapping[str, torch.Tensor | None],
+    state: State,
+    group: Group,
+    device: torch.device,
+) -> State:
+    """The state with a member's own parts of what one of them keeps (collective among them), whole
+    ones in `layouts` of which the program was made, by names."""
     own = dict(state)
     for together in told_together(ports):
         cut = [port for port in together if port.split]
         if cut:
             own |= _told(cut, state, group, device)
-        own |= _announced([port for port in together if not port.split], state, group, device)
+        whole = [port for port in together if not port.split]
+        for name, value in _announced(whole, state, group, device).items():
+            own[name] = _laid_out(value, layouts[name])
     return own
+
+
+def _laid_out(value: torch.Tensor, like: torch.Tensor | None) -> torch.Tensor:
+    """A value with its dimensions in the order in memory that those of another one have: the
+    program may read it as it lies there."""
+    if like is None or like.is_contiguous():
+        return value
+    order = sorted(range(like.dim()), key=like.stride, reverse=True)
+    back = sorted(range(like.dim()), key=order.__getitem__)
+    return value.permute(order).contiguous().permute(back)
 
 
 def _announced(ports: Sequence[Port], state: State, group: Group, device: torch.device) -> State:
