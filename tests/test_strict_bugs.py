@@ -190,8 +190,8 @@ def reduced(pace=Pace.COMPUTING, case=Case.TRAINING, job=steps_of, **made):
     [
         (
             reducing,
-            "[bucket.share(replica) for replica in self._replicas]",
-            "[bucket.share(replica) for replica in self._replicas][::-1]",
+            "[bucket.share(*place) for place in self._places]",
+            "[bucket.share(*place) for place in self._places][::-1]",
             {"shard": True},
         ),
         (

@@ -83,7 +83,7 @@ def memory_curves(
     batch = microbatch * schedule.microbatches * (1 if apart else program.replicas)
     return tuple(
         _curve(
-            *(program, schedule, rank, replica, arrivals),
+            *(program, schedule, rank, (replica, member), arrivals),
             {**holding.account(replica, member, rounding), "batch": batch},
             rounding,
         )
@@ -185,13 +185,13 @@ def _curve(
     program: Program,
     schedule: Schedule,
     rank: int,
-    replica: int,
+    place: tuple[int, int],
     arrivals: Acknowledged,
     held: dict[str, int],
     rounding: int,
 ) -> MemoryCurve:
     ledger, wiring = Ledger(rounding), Wiring(program)
-    transport: Any = SizedMessages(ledger, replica)
+    transport: Any = SizedMessages(ledger, *place)
     stages = {action.stage for action in schedule.ranks[rank] if action.do.kind}
     bodies = {
         call.node: SizedBody(ledger, wiring, call) for call in program.calls if call.unit in stages

@@ -183,9 +183,9 @@ class SizedMessages(Buffered):
 
     device = None
 
-    def __init__(self, ledger: Ledger, replica: int):
+    def __init__(self, ledger: Ledger, replica: int, member: int):
         super().__init__()
-        self.ledger, self.replica = ledger, replica
+        self.ledger, self.place = ledger, (replica, member)
         self.scratch = 0  # bytes of what is being reduced
         self.used: Counter[int] = Counter()  # receive buffers, by their size
         self.most: Counter[int] = Counter()
@@ -232,16 +232,16 @@ class SizedMessages(Buffered):
     def reduce(self, bucket: Bucket, parts: Sequence[Any]) -> "SizedReducing":
         """Copies of the parts become the sums, or are there until the rank has those that it
         gets."""
-        self.scratch = max(self.scratch, bucket.scratch_bytes(self.replica))
+        self.scratch = max(self.scratch, bucket.scratch_bytes(*self.place))
         if bucket.sparse:
             return SizedReducing(bucket, [part.like("gradients") for part in parts])
         # The flat copy is there until the sums are: all of them in it, or a share beside it.
         flat = self.ledger.allocated(bucket.flat_bytes, "gradients")
         if not bucket.owned:
             return SizedReducing(bucket, [Value(self.ledger, flat, part.bytes) for part in parts])
-        size = bucket.piece(self.replica) * bucket.dtype.itemsize
+        size = bucket.piece(*self.place) * bucket.dtype.itemsize
         storage = self.ledger.allocated(size, "gradients")
-        sums = {i: Value(self.ledger, storage, parts[i].bytes) for i in bucket.share(self.replica)}
+        sums = {i: Value(self.ledger, storage, parts[i].bytes) for i in bucket.share(*self.place)}
         return SizedReducing(bucket, [sums.get(i) for i in range(len(parts))], flat)
 
 

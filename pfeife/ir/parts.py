@@ -165,7 +165,7 @@ class Reduction:
     so many `members` that have addends, then over `replicas` pipelines in their order, and divided
     by these if it is to `average`.
     Those with one `bucket` travel together; without a number, each alone. The sum goes to the
-    replica that is its `owner`, None: to all.
+    replica that is its `owner`, None: to all; of their members to its `keeper`, None: to all.
     """
 
     name: str
@@ -176,6 +176,7 @@ class Reduction:
     average: bool = False
     bucket: int | None = None
     owner: int | None = None
+    keeper: int | None = None
 
 
 @attrs.frozen(eq=False)

@@ -49,25 +49,27 @@ class Bucket:
 
     @property
     def owned(self) -> bool:
-        """Whether sums stay with their owners."""
-        return self.first.owner is not None
+        """Whether sums stay with their owners, or keepers."""
+        return self.first.owner is not None or self.first.keeper is not None
 
     @cached_property
     def elements(self) -> tuple[int, ...]:
         """Of each gradient."""
         return tuple(map(math.prod, self.shapes))
 
-    def share(self, replica: int) -> tuple[int, ...]:
-        """The places of the gradients whose sums a replica gets."""
-        owners = enumerate(reduction.owner for reduction in self.reductions)
-        return tuple(place for place, owner in owners if owner in (None, replica))
+    def share(self, replica: int, member: int) -> tuple[int, ...]:
+        """The places of the gradients whose sums a member of a replica gets."""
+        return tuple(
+            place
+            for place, reduction in enumerate(self.reductions)
+            if reduction.owner in (None, replica) and reduction.keeper in (None, member)
+        )
 
-    def piece(self, replica: int) -> int:
-        """How many elements each member of a replica adds up."""
+    def piece(self, replica: int, member: int) -> int:
+        """How many elements a rank of that replica and member adds up."""
         if self.owned:
-            # All of it on each member: the owners' sums are needed whole, where their optimizers
-            # are.
-            return sum(self.elements[place] for place in self.share(replica))
+            # All of it on each rank: the owners' sums are needed whole, where their optimizers are.
+            return sum(self.elements[place] for place in self.share(replica, member))
         # equal pieces, rounded up: the gradients lie in a row, and a piece may begin within one
         return -(-sum(self.elements) // self.members)
 
@@ -79,15 +81,15 @@ class Bucket:
     @property
     def flat_bytes(self) -> int:
         """Of what a member sends, the piece that it adds up itself among it."""
-        replicas = range(self.first.replicas)
-        elements = self._each * sum(self.piece(replica) for replica in replicas)
+        places = product(range(self.first.replicas), range(self.first.members))
+        elements = len(self.first.ranks) * sum(self.piece(*place) for place in places)
         return elements * self.dtype.itemsize
 
-    def scratch_bytes(self, replica: int) -> int:
-        """Of the pieces that arrive at a member of a replica, its own among them."""
+    def scratch_bytes(self, replica: int, member: int) -> int:
+        """Of the pieces that arrive at a rank of that replica and member, its own among them."""
         if self.sparse or self.members == 1:
             return 0
-        return self.members * self.piece(replica) * self.dtype.itemsize
+        return self.members * self.piece(replica, member) * self.dtype.itemsize
 
     def seconds(self, machine: Machine) -> float:
         """What it takes over a machine's links."""

@@ -117,4 +117,11 @@ def _owned(
             sum(held[share] for share in shares(reduction, k)) for k in range(reduction.replicas)
         ]
         assign(reduction, counts.index(min(counts)))
-    return [attrs.evolve(reduction, owner=owners[reduction.name]) for reduction in reductions]
+    return [_given_to(reduction, owners[reduction.name], sizes) for reduction in reductions]
+
+
+def _given_to(reduction: Reduction, owner: int | None, sizes: Sizes) -> Reduction:
+    """With its owner, of whose members the one that keeps the parameter gets what all add up."""
+    adds_up = owner is not None and reduction.members > 1
+    keeper = sizes.keepers[reduction.name] if adds_up else None
+    return attrs.evolve(reduction, owner=owner, keeper=keeper)

@@ -18,10 +18,13 @@ def reduction_of(
     over their members, where these have parts of it."""
     ranks = tuple(sorted({*others, *(call.rank for call in calls if call.rank is not None)}))
     # Stages that only read the parameter in a forward add nothing: the reduction need not wait.
-    late = {call.unit for call in calls if call.kind != Kind.FORWARD}
-    in_parts = any(port.partial for port in program.ports(Role.GRADIENT) if port.fqn == name)
-    members = program.members if in_parts else 1
-    return Reduction(name, ranks, tuple(sorted(late)), program.replicas, members=members)
+    late = tuple(sorted({call.unit for call in calls if call.kind != Kind.FORWARD}))
+    ports = [port for port in program.ports(Role.GRADIENT) if port.fqn == name]
+    if not any(port.partial for port in ports):
+        return Reduction(name, ranks, late, program.replicas)
+    # Keepers of all replicas would be sent whole sums: more than all are of equal pieces.
+    keeper = ports[0].keeper if program.replicas == 1 else None
+    return Reduction(name, ranks, late, program.replicas, members=program.members, keeper=keeper)
 
 
 class Sizes:
@@ -51,7 +54,8 @@ def in_buckets(
         # By what must be alike in one buffer: when it is due, who has parts, who gets the sum, the
         # type.
         kind, size = sizes.kinds[reduction.name], sizes.bytes[reduction.name]
-        who = reduction.ranks, reduction.members, reduction.owner is None
+        sharing = reduction.owner is None, reduction.keeper is None
+        who = reduction.ranks, reduction.members, *sharing
         key = (reduction.stages[0], *who, kind)
         number, filled = open_.get(key, (-1, 0))
         # nobody knows beforehand how many elements of a sparse one travel, so it shares no buffer

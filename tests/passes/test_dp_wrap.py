@@ -33,7 +33,7 @@ def test_buckets_and_shares(data):
     for bucket in buckets:
         alike = {(one.stages[0], one.ranks, one.owner is None) for one in bucket.reductions}
         assert len(alike) == 1 and (bucket.bytes <= size or len(bucket.reductions) == 1)
-        pieces = sum(bucket.piece(k) for k in range(mesh.replicas)) * len(bucket.first.ranks)
+        pieces = sum(bucket.piece(k, 0) for k in range(mesh.replicas)) * len(bucket.first.ranks)
         rest = pieces - sum(bucket.elements) * (len(bucket.first.ranks) if bucket.owned else 1)
         assert rest == 0 if bucket.owned else 0 <= rest < bucket.members
     found = {one.name: one.owner for one in wrapped.reductions}

@@ -66,7 +66,8 @@ class DistributedTransport(Buffered):
                 self.within = connection
         if world.nccl:
             check_launching(world.streams)
-        scratch = (route.bucket.scratch_bytes(self.replica) for route in self.routes.values())
+        buckets = [route.bucket for route in self.routes.values()]
+        scratch = (bucket.scratch_bytes(self.replica, mesh.member) for bucket in buckets)
         largest = max(scratch, default=0)  # of the buckets, which use it one after another
         self.buffers = Buffers(self.device, world.ends.memory, largest)
         # Under NCCL the host is ahead: after which waits of which actions the device is.
@@ -175,7 +176,7 @@ class DistributedTransport(Buffered):
             return Reducing(begun, wait, dict(zip(names, totals, strict=True)))
         flat = route.packed(parts)
         scratch = self.buffers.scratch
-        owned_sum = flat.new_empty(bucket.piece(self.replica)) if bucket.owned else None
+        owned_sum = flat.new_empty(route.piece) if bucket.owned else None
         sums = flat if owned_sum is None else owned_sum
         begun = reducer.begin(lambda: route.run(flat, scratch, owned_sum), (flat, scratch, sums))
         return Reducing(begun, wait, route.sums(sums), flat)

@@ -114,9 +114,15 @@ class Route:
     connection: Connection
 
     @cached_property
-    def _replicas(self) -> list[int]:
-        """Of the connection's ranks."""
-        return [self.mesh.place(rank)[0] for rank in self.connection.ranks]
+    def _places(self) -> list[tuple[int, int]]:
+        """Replica and member of the connection's ranks."""
+        ranks = self.connection.ranks
+        return [(self.mesh.place(rank)[0], self.mesh.of_member(rank).member) for rank in ranks]
+
+    @property
+    def piece(self) -> int:
+        """How many elements this member adds up."""
+        return self.bucket.piece(self.replica, self.mesh.member)
 
     @cached_property
     def _order(self) -> list[list[list[int]]]:
@@ -136,7 +142,7 @@ class Route:
         flat = parts[0].new_empty(bucket.flat_bytes // bucket.dtype.itemsize, dtype=bucket.dtype)
         places: list[Sequence[int]] = [range(len(parts))]
         if bucket.owned:
-            places = [bucket.share(replica) for replica in self._replicas]
+            places = [bucket.share(*place) for place in self._places]
         at = 0
         for place in (place for share in places for place in share):
             _view(flat, at, bucket, place).copy_(parts[place])
@@ -148,7 +154,7 @@ class Route:
         """Those that the member gets, as parts of one tensor, each with a count of its changes."""
         totals, at = {}, 0
         # Each is a tensor of its own to autograd: what is written to one does not count for others.
-        for place in self.bucket.share(self.replica):
+        for place in self.bucket.share(self.replica, self.mesh.member):
             name = self.bucket.reductions[place].name
             totals[name] = _view(flat, at, self.bucket, place).data  # a view has its base's count
             at += self.bucket.elements[place]
@@ -159,8 +165,8 @@ class Route:
     ) -> None:
         """Sends, adds up, and gathers the sums in `flat`, or keeps its own in `owned_sum`."""
         bucket, group = self.bucket, self.connection.group
-        size = bucket.piece(self.replica) * bucket.dtype.itemsize
-        piece_sizes = [bucket.piece(replica) * bucket.dtype.itemsize for replica in self._replicas]
+        size = self.piece * bucket.dtype.itemsize
+        piece_sizes = [bucket.piece(*place) * bucket.dtype.itemsize for place in self._places]
         scratch = scratch[: size * bucket.members]
         sent = flat.view(torch.uint8)
         _done(group.alltoall_base(scratch, sent, [size] * bucket.members, piece_sizes), flat)
