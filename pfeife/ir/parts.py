@@ -69,8 +69,8 @@ class Port:
     (master weights) is cast to its `dtype` once a step. Of a value that is `split` over the members
     of a group, `shape` is that of one member's part; if it has a `keeper`, that member alone is
     given all of it, tells the others their parts, or all of it where it is not split, and has the
-    whole gradient. A gradient is
-    `partial` where each member has an addend of it, which are added up once a step.
+    whole gradient. A gradient is `partial` where each member has an addend of it, which are added
+    up once a step.
     """
 
     name: str

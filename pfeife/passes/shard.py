@@ -82,12 +82,12 @@ def shard(
         chosen = {node: ways.of[node][number] for node, number in pairs}
         splits = _splits(program.ports(Role.PARAMETER), chosen, members)
         local = Member(program, splits, chosen, ways).program()
-        gathered = {
+        shared = {
             port.fqn
             for port in program.ports(Role.PARAMETER)
-            if port.fqn not in splits and wanted[port.name] in ("cut", "gathered")
+            if port.fqn in splits or wanted[port.name] in ("cut", "gathered")
         }
-        return local if keepers is None else _kept(local, {*splits, *gathered}, keepers)
+        return local if keepers is None else _kept(local, shared, keepers)
 
     return run
 

@@ -443,9 +443,8 @@ def check_trained(loop: "Loop") -> None:
 
 @row(ranks=(2, 4))
 def parameters_that_are_gathered_once_a_step() -> None:
-    """Each is whole on one member, with its optimizer state, and all have it in a step: of nothing
-    else than gradients is anything sent, or of layers that are cut beside them.
-    """
+    """Each is whole on one member, with its optimizer state, and all have it in a step: nothing is
+    sent in a microbatch but sums of the loss, or what layers tell that are cut beside them."""
     everything = {"parallel": "gathered"}
     trained_alike(members=2, **everything, schedule="zb-h1")
     trained_alike(members=2, parallel={"*": "gathered", **PLAN})
