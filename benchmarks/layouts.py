@@ -1,6 +1,6 @@
 """Other people's models on groups of ranks: members, stages and replicas, by several schedules.
 
-    python benchmarks/layouts.py                              all of it (an hour on 2 cores)
+    python benchmarks/layouts.py                              all of it (some hours on 2 cores)
     python benchmarks/layouts.py --only mixtral --ranks 4     a part of it
     python benchmarks/layouts.py --json rows.json
 
@@ -14,6 +14,7 @@ by more than LIMITS.
 """
 
 import argparse
+import functools
 import json
 import os
 import sys
@@ -38,6 +39,7 @@ from pfeife import report, sched
 from pfeife.cost import estimate, machine, member_prices
 from pfeife.data.replicas import DataParallel
 from pfeife.ir.nodes import node_bytes
+from pfeife.ir.program import Program
 from pfeife.passes.member_ways import Prices
 from pfeife.passes.shard import Attention
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
@@ -53,7 +55,7 @@ MODELS = {
     "unet_condition": "generative",
     "smp_unet": "dense",
 }
-MICROBATCHES, STEPS, RATE, SECONDS = 4, 3, 1e-3, 900.0
+MICROBATCHES, STEPS, RATE, SECONDS = 4, 3, 1e-3, 7200.0
 LIMITS = {"float64": 1e-12, "float32": 1e-6}
 CPU_CORE = machine("cpu-core")
 # Models are so small here that a machine would gather the matrices of experts.
@@ -136,11 +138,18 @@ def drawn(name: str, layout: Layout) -> tuple[Example, list[tuple[Any, ...]]]:
     return example, batches
 
 
+@functools.cache
+def captured(name: str, kind: str) -> Program:
+    """A microbatch of a model, of which schedules and layouts of one kind have the same."""
+    example, batches = drawn(name, Layout(1, kind=kind))
+    return pfeife.capture(example.step, *coverage_case.cut(example, batches[0], MICROBATCHES)[0])
+
+
 def as_the_oracle(name: str, layout: Layout, schedule: str) -> bool:
     """Whether a step on ranks has the bits of `evaluate`."""
     example, batches = drawn(name, layout)
     microbatches = coverage_case.cut(example, batches[0], MICROBATCHES)
-    flat = pfeife.capture(example.step, *microbatches[0])
+    flat = captured(name, layout.kind)
     if layout.members > 1:
         prices = ROWS_ARE_SENT if layout.kind == "ep" else member_prices(CPU_CORE)
         flat = pfeife.shard(
@@ -199,7 +208,7 @@ def statistics_of(model: nn.Module) -> set[str]:
     return {f"{name}.{key}" for name, norm in norms for key, _ in norm.named_buffers()}
 
 
-def beside_one_device(name: str, layout: Layout, schedule: str) -> tuple[float, str]:
+def beside_one_device(name: str, layout: Layout, schedule: str, cache: Path) -> tuple[float, str]:
     """The largest difference, and the narrowest type of what is computed."""
     example, batches = drawn(name, layout)
     plain, _ = drawn(name, layout)
@@ -215,6 +224,7 @@ def beside_one_device(name: str, layout: Layout, schedule: str) -> tuple[float, 
         schedule=schedule,
         loss_reduction="mean",
         progress=False,
+        cache=cache,
     )
 
     def piped(batch: tuple[Any, ...]) -> float:
@@ -245,32 +255,42 @@ def beside_one_device(name: str, layout: Layout, schedule: str) -> tuple[float, 
     return max(gaps), "float32" if torch.float32 in dtypes else "float64"
 
 
-def on_this_rank(names: Sequence[str], layout: Layout, out: Path) -> None:
+def on_this_rank(name: str, layouts: Sequence[Layout], out: Path) -> None:
     """Writes a line of JSON a row."""
-    for name in names:
-        for schedule in SCHEDULES if layout.stages > 1 else SCHEDULES[:1]:
-            row: dict[str, Any] = {"model": name, "layout": str(layout), "schedule": schedule}
-            torch._dynamo.reset()
-            try:
-                row["oracle"] = as_the_oracle(name, layout, schedule)
-                row["training"], row["dtype"] = beside_one_device(name, layout, schedule)
-            except (ValueError, pfeife.PipelineError) as error:
-                row["refused"] = str(error)[:600]
-            if not dist.get_rank():
-                with out.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+    cases = [
+        (layout, schedule)
+        for layout in layouts
+        for schedule in (SCHEDULES if layout.stages > 1 else SCHEDULES[:1])
+    ]
+    for layout, schedule in cases:
+        row: dict[str, Any] = {"model": name, "layout": str(layout), "schedule": schedule}
+        torch._dynamo.reset()
+        try:
+            row["oracle"] = as_the_oracle(name, layout, schedule)
+            row["training"], row["dtype"] = beside_one_device(
+                name, layout, schedule, out.with_name("cache")
+            )
+        except (ValueError, pfeife.PipelineError) as error:
+            row["refused"] = str(error)[:600]
+        if not dist.get_rank():
+            with out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
 
 
-def launched(name: str, layout: Layout) -> list[dict[str, Any]]:
-    """The rows of a model in a layout."""
+def launched(name: str, layouts: Sequence[Layout]) -> list[dict[str, Any]]:
+    """The rows of a model in layouts of as many ranks, of which one that ends in no way foreseen
+    ends all."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "rows")
-        words = ["--only", name, "--layout", json.dumps(attrs.asdict(layout)), "--out", str(out)]
+        out.touch()
+        said = json.dumps([attrs.asdict(layout) for layout in layouts])
+        failed: list[dict[str, Any]] = []
         try:
-            harness.world(__file__, layout.ranks, words, SECONDS)
+            words = ["--only", name, "--layouts", said, "--out", str(out)]
+            harness.world(__file__, layouts[0].ranks, words, SECONDS)
         except RuntimeError as error:
-            return [{"model": name, "layout": str(layout), "oracle": str(error)}]
-        return [json.loads(line) for line in out.read_text().splitlines()]
+            failed = [{"model": name, "oracle": str(error)[:600]}]
+        return [json.loads(line) for line in out.read_text().splitlines()] + failed
 
 
 def is_wrong(row: dict[str, Any]) -> bool:
@@ -286,26 +306,27 @@ def main() -> None:
     parser.add_argument("--ranks", default="2,4,8")
     parser.add_argument("--kind", action="append", choices=KINDS, help="what is cut")
     parser.add_argument("--json", type=Path, help="where the rows go")
-    parser.add_argument("--layout", help=argparse.SUPPRESS)  # of a rank
+    parser.add_argument("--layouts", help=argparse.SUPPRESS)  # of a rank
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     names = asked.only or list(MODELS)
-    if asked.layout:
+    if asked.layouts:
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
-        on_this_rank(names, Layout(**json.loads(asked.layout)), asked.out)
+        layouts = [Layout(**layout) for layout in json.loads(asked.layouts)]
+        on_this_rank(names[0], layouts, asked.out)
         dist.destroy_process_group()
         return
     sizes = [int(size) for size in asked.ranks.split(",")]
+    kinds = asked.kind or KINDS
     todo = [
-        (name, layout)
-        for layout in LAYOUTS
+        (name, [of for of in LAYOUTS if of.ranks == ranks and of.fits(name) and of.kind in kinds])
         for name in names
-        if layout.ranks in sizes and layout.fits(name) and layout.kind in (asked.kind or KINDS)
+        for ranks in sizes
     ]
     rows: list[dict[str, Any]] = []
-    for name, layout in tqdm(todo, disable=None):
-        rows += launched(name, layout)
+    for name, layouts in tqdm([case for case in todo if case[1]], disable=None):
+        rows += launched(name, layouts)
         if asked.json:
             asked.json.write_text(json.dumps(rows, indent=1))
     columns = ("model", "layout", "schedule", "oracle", "training", "dtype", "refused")

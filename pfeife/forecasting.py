@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 import torch
 
-from pfeife.cost import estimate, member_prices
+from pfeife.cost import estimate, member_prices, timing_of
 from pfeife.cost import machine as machine_of
 from pfeife.data.forecast import Forecast
 from pfeife.data.garbage import seldom_collected
@@ -23,9 +23,17 @@ from pfeife.ir.parts import Role
 from pfeife.ir.program import Program
 from pfeife.lowering.lower import lower
 from pfeife.lowering.verify import verify_schedule
-from pfeife.passes import annotate, fuse, master_weights, record, shard, split_backward
+from pfeife.passes import (
+    annotate,
+    fuse,
+    master_weights,
+    overlap,
+    record,
+    shard,
+    split_backward,
+)
 from pfeife.passes.apply import apply, passes_of
-from pfeife.passes.compose import Recorded, compose
+from pfeife.passes.compose import Passes, Recorded, compose
 from pfeife.passes.shard import Attention, Every, Placements
 from pfeife.report import Run, Target, expected, forecast_of
 from pfeife.sched import plan as make_plan
@@ -144,7 +152,8 @@ class Outlook:
 
     def history(self) -> tuple[Recorded, ...]:
         """The programs from the clusters to that of the ranks, with what each pass has changed."""
-        return record(self.clusters, *passes_of(self.plan, self.clusters, self.replicas))
+        more = _passes(self.clusters, self.target.machine)
+        return record(self.clusters, *passes_of(self.plan, self.clusters, self.replicas, more=more))
 
 
 def forecast(
@@ -206,7 +215,7 @@ def outlook(clusters: Program, question: Question, progress: Progress | None = N
     plan = question.plan or _plan(clusters, question, machine, network, replicas, progress)
     # The same passes, lowering and proof as before a real step: a forecast of a plan that could not
     # run would be worth nothing.
-    program = apply(plan, replicas)(clusters)
+    program = apply(plan, replicas, more=_passes(clusters, machine))(clusters)
     schedule = verify_schedule(lower(plan.schedule, program))
     target = Target(machine, network, between, question.optimizer, question.memory_limit)
     run = expected(program, schedule, target)
@@ -284,4 +293,10 @@ def _plan(
         jobs=question.jobs,
         recompute=question.recompute,
         progress=progress,
+        passes=_passes(clusters, machine),
     )
+
+
+def _passes(clusters: Program, machine: Machine) -> Passes:
+    """What the program of the ranks becomes besides."""
+    return {"ranks": (overlap(timing_of(machine)),)} if clusters.members > 1 else {}

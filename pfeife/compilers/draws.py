@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from pfeife.ir.editing.copying import Copy, copied_part
-from pfeife.ir.members import MEANING
+from pfeife.ir.members import MEANING, begins
 from pfeife.ir.nodes import is_sized_by_data, returned
 from pfeife.ir.seeding import seeded
 
@@ -31,6 +31,8 @@ def around_draws(body: fx.GraphModule, compiled: Callable[[fx.GraphModule], Call
         body     linear  gelu  draw  mul  linear  draw  mul
         level    0       0     0     1    1       1     2
         is       [ piece_0  ]  draw  [ piece_1 ]  draw  [ piece_2 ]
+
+    What comes after a collective that has begun stays behind it, to be computed meanwhile.
     """
     levels, apart = _levels(body)
     if not apart:
@@ -56,13 +58,16 @@ def _levels(body: fx.GraphModule) -> tuple[dict[fx.Node, int], set[fx.Node]]:
     those that return several tensors."""
     apart = set(filter(_is_apart, body.graph.nodes))
     levels: dict[fx.Node, int] = {}
+    least = 0
     for node in body.graph.nodes:
         if node.op == "call_function":
             sources = [source for source in node.all_input_nodes if source in levels]
             if node.target is operator.getitem and sources[0] in apart:
                 apart.add(node)
             later = [levels[source] + (source in apart and node not in apart) for source in sources]
-            levels[node] = max(later, default=0)
+            levels[node] = max([least, *later])
+            if node.target in MEANING and begins(node):
+                least = levels[node] + 1
     return levels, apart
 
 

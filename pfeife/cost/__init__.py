@@ -7,7 +7,7 @@ body, `cache` keeps what was measured.
 """
 
 from pfeife.cost.body import StageMemory, stage_memory
-from pfeife.cost.estimate import estimate, member_prices
+from pfeife.cost.estimate import estimate, member_prices, timing_of
 from pfeife.cost.machine import default_machine, machine, machines
 from pfeife.cost.measure import measure
 from pfeife.cost.memory import memory_curves
@@ -27,4 +27,5 @@ __all__ = [
     "member_prices",
     "memory_curves",
     "stage_memory",
+    "timing_of",
 ]

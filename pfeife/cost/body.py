@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from pfeife.compilers.piece import inputs
 from pfeife.ir.editing.absorb import absorb
-from pfeife.ir.members import MEANING, scratch
+from pfeife.ir.members import MEANING, arrived, begins, scratch
 from pfeife.ir.messages import call_of, holders
 from pfeife.ir.nodes import node_bytes, receive, returned, value_of
 from pfeife.ir.outline import storage_owner
@@ -138,17 +138,22 @@ class Body:
             dying[ends[node]] += size
         live = peak = 0
         for index, node in enumerate(nodes):
-            live += born[node]
-            peak = max(peak, live + _scratch(node))
-            live -= dying[index]
+            # What is under way has its buffers up to where it has arrived.
+            over = node.args[0] if node.target is arrived else node
+            assert isinstance(over, fx.Node)
+            under_way, most = _scratch(over)
+            live += born[node] - (0 if over is node else under_way)
+            peak = max(peak, live + (under_way if begins(node) else most))
+            live += (under_way if begins(node) else 0) - dying[index]
         return Body(sizes, results, peak)
 
 
-def _scratch(node: fx.Node) -> int:
-    """Bytes that an operation needs beside what it reads and gives, as far as we run it."""
+def _scratch(node: fx.Node) -> tuple[int, int]:
+    """Bytes that an operation needs beside what it reads and gives, as far as we run it: while it
+    is under way, and at most."""
     target: Any = node.target
     if target not in MEANING:
-        return 0
+        return 0, 0
     value = value_of(node.all_input_nodes[0])
     assert value is not None
     return scratch(target, value, *fx.node.map_arg(node.args[1:], value_of))

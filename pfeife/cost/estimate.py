@@ -16,6 +16,7 @@ from pfeife.ir.members import (
     MEANING,
     added_rows,
     all_to_all,
+    begins,
     exchanged_bytes,
     fetched_rows,
     messages,
@@ -27,6 +28,7 @@ from pfeife.ir.outline import is_view
 from pfeife.ir.parts import Call, Role
 from pfeife.ir.program import Program
 from pfeife.passes.member_ways import Prices
+from pfeife.passes.overlap import Timing
 
 
 def estimate(program: Program, machine: Machine | Sequence[Machine]) -> Costs:
@@ -36,14 +38,15 @@ def estimate(program: Program, machine: Machine | Sequence[Machine]) -> Costs:
     FLOPs are torch.utils.flop_counter's; bytes are those of all tensors read and written. To
     add up a gradient reads two tensors and writes one. Members of a group wait for what the others
     send, one after another (an all-gather of p ranks in a ring: (p - 1) latencies and messages,
-    Thakur et al., IJHPCA 2005), over the machine's link. Of several machines, one a rank, each call
+    Thakur et al., IJHPCA 2005), over the machine's link, beside what they compute where these are
+    under way meanwhile (`overlap`). Of several machines, one a rank, each call
     is on that of its rank; raises ValueError where it has none, or there are fewer machines.
     """
     seconds: dict[str, float] = {}
     on: dict[str, Machine] = {}
     for call in program.calls:
         here = on[call.node] = _machine_of(call, machine)
-        seconds[call.node] = sum(node_seconds(n, here) for n in program.body(call).graph.nodes)
+        seconds[call.node] = timing_of(here).seconds(program.body(call))
     results = returned(program.module)
     accumulate: dict[str, float] = {}
     for port in program.ports(Role.GRADIENT):
@@ -71,23 +74,43 @@ def _machine_of(call: Call, machine: Machine | Sequence[Machine]) -> Machine:
 
 def node_seconds(node: fx.Node, machine: Machine) -> float:
     """Seconds of one node; views and what is no operation take none."""
+    if node.op != "call_function" or is_view(node):
+        return 0.0
     if node.target in MEANING:
         return _collective_seconds(node, machine)
-    if node.op != "call_function" or is_view(node) or not hasattr(operation_of(node)[0], "_schema"):
+    if not hasattr(operation_of(node)[0], "_schema"):
         return 0.0
     return machine.launch_seconds + max(_rooflines(node, machine))
 
 
+def timing_of(machine: Machine) -> Timing:
+    """What nodes take on a machine, by these estimates: for `overlap`."""
+
+    def sending(node: fx.Node) -> float:
+        if node.target not in MEANING:
+            return 0.0
+        return _sending_seconds(node, machine, most=1 if begins(node) else None)
+
+    return Timing(
+        computing=lambda node: node_seconds(node, machine) - sending(node),
+        sending=sending,
+        hidden=machine.overlap,
+    )
+
+
 def telling_seconds(body: fx.GraphModule, machine: Machine) -> float:
     """Seconds of a body in which members of a group wait for what they tell one another."""
-    collectives = (node for node in body.graph.nodes if node.target in MEANING.keys() - ALONE)
-    return sum(_collective_seconds(node, machine) for node in collectives)
+    told = MEANING.keys() - ALONE
+    computed = (node_seconds(node, machine) for node in body.graph.nodes if node.target not in told)
+    return timing_of(machine).seconds(body) - sum(computed)
 
 
 def sending_seconds(body: fx.GraphModule, machine: Machine) -> float:
-    """Seconds that the messages of a body's collectives take, and nothing else of them."""
-    collectives = (node for node in body.graph.nodes if node.target in MEANING)
-    return sum(_sending_seconds(node, machine) for node in collectives)
+    """Seconds by which a body takes longer for the messages of its collectives."""
+    collectives = [node for node in body.graph.nodes if node.target in MEANING]
+    computed = sum(node_seconds(node, machine) for node in body.graph.nodes)
+    sent = sum(_sending_seconds(node, machine) for node in collectives)
+    return timing_of(machine).seconds(body) - (computed - sent)
 
 
 def member_prices(machine: Machine) -> Prices:
@@ -105,16 +128,18 @@ def _collective_seconds(node: fx.Node, machine: Machine) -> float:
     return moved + _sending_seconds(node, machine)
 
 
-def _sending_seconds(node: fx.Node, machine: Machine) -> float:
-    """What of that messages take."""
+def _sending_seconds(node: fx.Node, machine: Machine, most: int | None = None) -> float:
+    """What of that messages take, or the first ones of them."""
     target: Any = node.target
+    if target in ALONE:
+        return 0.0
     arguments = signature(target).bind(*node.args, **node.kwargs).arguments
     members, value = arguments["members"], node.all_input_nodes[0]
     along = target is all_to_all and arguments["old"] == arguments["new"]
     sent = messages(target, _bytes(value), members, along_one=along)
     if target in (fetched_rows, added_rows):
         sent = [8, _exchanged(arguments)]  # how many rows, and these
-    return peers(target, members) * sum(map(machine.transfer_seconds, sent))
+    return peers(target, members) * sum(map(machine.transfer_seconds, sent[:most]))
 
 
 def _exchanged(arguments: Mapping[str, Any]) -> int:

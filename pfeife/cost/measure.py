@@ -26,7 +26,7 @@ from pfeife.data.plan import Costs
 from pfeife.data.progress import Progress
 from pfeife.ir.editing.absorb import absorb
 from pfeife.ir.editing.copying import Copy, copied
-from pfeife.ir.members import MEANING
+from pfeife.ir.members import MEANING, arrived
 from pfeife.ir.nodes import is_number, is_sized_by_data, node_bytes, returned, source_line, value_of
 from pfeife.ir.parts import Call, Kind, Role
 from pfeife.ir.program import Program
@@ -193,7 +193,7 @@ def _alone(run: Callable) -> Callable:
 
 
 def _made_up(node: fx.Node, copy: Copy) -> fx.Node | None:
-    if node.target not in MEANING:
+    if node.target not in MEANING or node.target is arrived:
         return None
     like = node.meta["val"]
 

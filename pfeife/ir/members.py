@@ -18,6 +18,9 @@ another:
     fetched_rows    S, C -> S, C    x[index], of which each member is sent what its part reads
     added_rows      S, C -> S, C    x added up at index, of which each is sent what is in its part
 
+A collective is over where its node is, but if all who read it are `arrived`: then its messages are
+under way from its node on, and over there.
+
 `MEANING` has them as functions of the list of all members' tensors: `ir.lockstep` runs a graph by
 these in one process, and ranks give the same bits.
 """
@@ -29,6 +32,7 @@ from typing import Any
 
 import attrs
 import torch
+from torch import fx
 
 from pfeife import _torch
 
@@ -89,6 +93,12 @@ def all_to_all(
 def shift(value: torch.Tensor, by: int, members: int) -> torch.Tensor:
     """S -> S. The tensor of the member that comes `by` later, around; all are of one shape."""
     return _shaped("shift", value, lambda: value.clone(memory_format=torch.contiguous_format))
+
+
+def arrived(value: torch.Tensor, *sent: torch.Tensor) -> torch.Tensor:
+    """What a collective gives, from here on. Its messages are under way from the collective on up
+    to here, beside what is computed between; what is `sent` has to stay meanwhile."""
+    return value
 
 
 def own_rows(value: torch.Tensor, starts: torch.Tensor, dim: int, members: int) -> torch.Tensor:
@@ -289,6 +299,7 @@ MEANING: Mapping[Callable[..., Any], Callable[..., list[torch.Tensor]]] = {
     ],
     reduce_scatter: lambda values, dim, before, t: Split(dim, t, before).parts(reduced(values)),
     all_to_all: _moved,
+    arrived: lambda values, *sent: [*values],
     shift: lambda values, by, t: [values[(i + by) % t].contiguous() for i in range(t)],
     own_rows: lambda values, starts, dim, t: [
         _all_rows(in_pieces(value, starts[0], t, dim)[i]) for i, value in enumerate(values)
@@ -301,8 +312,15 @@ MEANING: Mapping[Callable[..., Any], Callable[..., list[torch.Tensor]]] = {
 
 
 # What a member does alone, as it knows which one it is.
-ALONE = frozenset({member, part, addend, own_rows})
+ALONE = frozenset({member, part, addend, own_rows, arrived})
+# The others look at what members have before they know what is to be sent.
+LASTING = frozenset({all_reduce, all_gather, reduce_scatter, all_to_all, shift})
 _SMALL = 1 << 16  # bytes, of which a sum takes as long to send in one message as in parts
+
+
+def begins(node: fx.Node) -> bool:
+    """Whether the messages of a node are under way up to where they have `arrived`."""
+    return bool(node.users) and all(user.target is arrived for user in node.users)
 
 
 def peers(collective: Callable[..., Any], members: int) -> int:
@@ -334,38 +352,46 @@ def messages(
     return [size]
 
 
-def scratch(collective: Callable[..., Any], value: torch.Tensor, *rest: Any) -> int:
-    """The most bytes that a member needs while it runs a collective, beside its tensor and the
-    result: what it sends, if that is a copy, and what it is sent (`links.collectives`)."""
+def scratch(collective: Callable[..., Any], value: torch.Tensor, *rest: Any) -> tuple[int, int]:
+    """The bytes that a member needs for a collective, beside its tensor and the result: while the
+    first messages are under way, and the most: what it sends, if that is a copy, and what it is
+    sent (`links.collectives`)."""
     if collective in ALONE:
-        return 0
+        return 0, 0
     size, shape = value.numel() * value.dtype.itemsize, value.shape
     members: int = rest[0] if collective is all_reduce else rest[-1]
     copy = 0 if value.is_contiguous() else size
     if collective is shift:
-        return copy
+        return copy, copy
     if collective in (placed_rows, joined_rows, fetched_rows, added_rows):
         # At most: all of it to all, and as much of all; and what is found out of an index.
         index = {fetched_rows: 0, added_rows: 1}.get(collective)
-        return 2 * members * size + (0 if index is None else 8 * rest[index].nbytes)
+        most = 2 * members * size + (0 if index is None else 8 * rest[index].nbytes)
+        return most, most
     # Two swap. More gather, for which torch makes a flat copy of all that arrives.
     gathering = copy + (members if members == 2 else 2 * members) * size
     if collective is all_gather:
         ordered = Split(rest[0], members, rest[1]).in_order(shape)
-        return max(gathering, members * size * (1 if ordered else 2)) - members * size
+        joining = members * size * (1 if ordered else 2)
+        result = members * size
+        return gathering - result, max(gathering, joining) - result
     if collective is reduce_scatter:
         ordered = Split(rest[0], members, rest[1]).in_order(shape)
-        return max(size, (copy if ordered else size) + size - size // members)
+        sending = (copy if ordered else size) + size - size // members
+        return sending, max(size, sending)
     if collective is all_to_all:
         old, new = Split(rest[0], members, rest[1]), Split(rest[2], members, rest[3])
         joining = 0 if old.in_order(old.local(shape)) else 1
         if old.dim == new.dim:  # all of it comes, of which a part is kept
-            return max(gathering, members * size * (1 + joining), (members + 1) * size) - size
-        return max(copy if new.in_order(shape) else size, joining * size)
+            most = max(gathering, members * size * (1 + joining), (members + 1) * size)
+            return gathering - size, most - size
+        sending = copy if new.in_order(shape) else size
+        return sending, max(sending, joining * size)
     if members == 2:
-        return copy
+        return copy, copy
     if len(messages(collective, size, members)) == 1:
-        return gathering - size
+        return gathering - size, gathering - size
     padded = -(-value.numel() // members) * members * value.dtype.itemsize
     sent = max(copy, padded if padded > size else 0)
-    return max(sent + padded, padded // members + 2 * padded) - size
+    sending = sent + padded - size
+    return sending, max(sending, padded // members + 2 * padded - size)

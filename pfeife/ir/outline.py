@@ -16,6 +16,7 @@ from torch import fx
 
 from pfeife.ir.editing.absorb import absorb
 from pfeife.ir.editing.copying import Copy, copied, copied_part
+from pfeife.ir.members import arrived
 from pfeife.ir.nodes import attribute, is_number, is_source, receive, returned, send, source_line
 from pfeife.ir.parts import STATE_ROLES, AProgram, Call, Kind, ProgramBase, Role
 
@@ -216,6 +217,8 @@ def is_view(node: fx.Node) -> bool:
 def _looks(operation: Callable[..., Any]) -> bool:
     """Whether an operation gives a view; to ask its schema takes long."""
     schema = getattr(operation, "_schema", None)
+    if operation is arrived:
+        return True
     if schema is None or len(schema.returns) != 1:
         return False
     if operation in _SILENT_VIEWS:

@@ -4,8 +4,9 @@ Read them as a program meets them: `precision`, `defer_batch_norm` and `move_to_
 for; `moved_attention` is a part of the last), `shard` (for which `member_ways` decides how each
 node is computed, `member_graph` writes the graph, `member_layouts` knows how values lie in memory),
 `fuse`, `annotate`, `partition`, `split_backward`, `send_recv`, `dp_wrap` (both make `reductions`),
-`place`; `recompute` is a part of `partition`, `compose` puts passes together and keeps what each
-has made, `apply` puts together those that a plan decides, `changes` says what one has changed.
+`overlap` (of the programs that `shard` has made), `place`; `recompute` is a part of `partition`,
+`compose` puts passes together and keeps what each has made, `apply` puts together those that a plan
+decides, `changes` says what one has changed.
 """
 
 from pfeife.ir.editing.absorb import absorb
@@ -17,6 +18,7 @@ from pfeife.passes.defer_batch_norm import defer_batch_norm
 from pfeife.passes.dp_wrap import dp_wrap
 from pfeife.passes.fuse import fuse
 from pfeife.passes.move_to_device import move_to_device
+from pfeife.passes.overlap import overlap
 from pfeife.passes.partition import partition
 from pfeife.passes.place import place
 from pfeife.passes.precision import accumulate_in, master_weights
@@ -41,6 +43,7 @@ __all__ = [
     "join_backward",
     "master_weights",
     "move_to_device",
+    "overlap",
     "partition",
     "passes_of",
     "place",

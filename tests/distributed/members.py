@@ -30,7 +30,7 @@ from transformers.distributed import DistributedConfig
 import pfeife
 from pfeife import sched
 from pfeife._torch import is_absent
-from pfeife.cost import estimate, machine, memory_curves
+from pfeife.cost import estimate, machine, memory_curves, timing_of
 from pfeife.factors import Place
 from pfeife.integrations.transformers import pipelined
 from pfeife.ir.members import (
@@ -40,6 +40,7 @@ from pfeife.ir.members import (
     all_gather,
     all_reduce,
     all_to_all,
+    arrived,
     fetched_rows,
     joined_rows,
     own_rows,
@@ -124,7 +125,10 @@ def compared(
     plan = sched.plan(
         local, machine=CPU_CORE, microbatches=4 // replicas, stages=stages, schedule=family
     )
-    ranks = pfeife.compose(pfeife.apply(plan), pfeife.dp_wrap(pfeife.Mesh(stages, replicas)))(local)
+    wrapped = pfeife.dp_wrap(pfeife.Mesh(stages, replicas))
+    beside = pfeife.overlap(timing_of(CPU_CORE))
+    ranks = pfeife.compose(pfeife.apply(plan), wrapped, beside)(local)
+    assert arrived in {n.target for body in ranks.bodies.values() for n in body.graph.nodes}
     schedule = sched.verify_schedule(sched.lower(plan.schedule, ranks))
     expected = pfeife.evaluate(ranks, pfeife.state_of(ranks, model), microbatches, seed=3)
     pipeline = DistributedPipeline(ranks, schedule, mesh=mesh)
@@ -250,12 +254,18 @@ def memory_of_members_is_as_said() -> None:
     torch.manual_seed(0)
     model = Words()
     program = pfeife.capture(lambda tokens: model(tokens), tokens)
-    for places, keepers in ((PLACES, None), ("auto", None), ("gathered", {})):
+    beside = pfeife.overlap(timing_of(CPU_CORE))
+    cut, way = {"*.weight": 0, "*.qkv.weight": Place(0, 3)}, pfeife.compose
+    programs = (
+        *((PLACES, None, way()), (PLACES, None, beside), (cut, None, beside)),
+        *(("auto", None, way()), ("auto", None, beside), ("gathered", {}, way())),
+    )
+    for places, keepers, more in programs:
         sharded = pfeife.shard(places, members, keepers=keepers)
         local = pfeife.compose(sharded, pfeife.fuse())(program)
         local = pfeife.annotate(estimate(local, CPU_CORE))(local)
         plan = sched.plan(local, machine=CPU_CORE, microbatches=2, stages=1, schedule="gpipe")
-        ranks = pfeife.apply(plan)(local)
+        ranks = more(pfeife.apply(plan)(local))
         schedule = sched.lower(plan.schedule, ranks)
         pipeline = DistributedPipeline(ranks, schedule)
         state = pfeife.state_of(ranks, model, member=pipeline.mesh.member)

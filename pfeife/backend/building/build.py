@@ -31,7 +31,7 @@ from pfeife.backend.graphs.step_graph import Graph
 from pfeife.backend.settings.declared import declared_sizes, with_marks
 from pfeife.backend.settings.option_checks import boundaries, described
 from pfeife.backend.settings.options import Options
-from pfeife.cost import memory_curves
+from pfeife.cost import memory_curves, timing_of
 from pfeife.data.garbage import seldom_collected
 from pfeife.data.machine import Machine
 from pfeife.data.plan import Plan
@@ -45,7 +45,7 @@ from pfeife.lowering.buckets import largest_share
 from pfeife.lowering.lower import lower
 from pfeife.lowering.predict import predict
 from pfeife.lowering.verify import verify_schedule
-from pfeife.passes import annotate, fuse, place, record, split_backward
+from pfeife.passes import annotate, fuse, overlap, place, record, split_backward
 from pfeife.passes.apply import passes_of
 from pfeife.passes.compose import History, Recorded
 from pfeife.report import Target
@@ -128,9 +128,11 @@ def _compiled(task: Task) -> Compiled:
     hint, most = _declared(task, captured)
     clusters = _priced(task, resized(fused[-1].program, hint), machine)
     replicas = options.replicated({})
-    planning = Planning(
-        options, clusters, order, machine, task.passes, replicas, earlier=task.earlier
-    )
+    passes = task.passes
+    if program.members > 1:
+        beside = overlap(timing_of(machine))
+        passes = {**passes, "ranks": (beside, *passes.get("ranks", ()))}
+    planning = Planning(options, clusters, order, machine, passes, replicas, earlier=task.earlier)
     # Options, operations and costs: where ranks agree on these, they make the same plan of them.
     text = f"{task.builder.asked}\n{clusters}"
     if world:
@@ -249,7 +251,7 @@ def _planned(
         plan = planned(
             planning, world, network=task.network, progress=phase.progress, watched=tried.append
         )
-        history = record(clusters, *passes_of(plan, clusters, replicas, owners, task.passes))
+        history = record(clusters, *passes_of(plan, clusters, replicas, owners, planning.passes))
         order = planning.order
         name = order if isinstance(order, str) else described(order)
         phase.outcome = lambda: f"{name}, {_described(task, plan, history[-1].program)}"

@@ -22,7 +22,7 @@ Who sends which rows follows from the index, which all have; how many these are 
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Protocol
 
 import attrs
@@ -41,6 +41,8 @@ from pfeife.ir.members import (
     all_gather,
     all_reduce,
     all_to_all,
+    arrived,
+    begins,
     check_rows,
     fetched_rows,
     from_the_start,
@@ -96,14 +98,18 @@ class Collectives:
         target: Any = node.target
         if node.op != "call_function" or target not in MEANING:
             return None
+        if target is arrived:
+            own = copy.keep(node)
+            own.target = self._ended
+            return own
 
         expected = value_of(node.all_input_nodes[0])
         assert expected is not None
-        dtype, sizes = expected.dtype, [*sizes_of(node.all_input_nodes[0])]
+        begun, dtype, sizes = begins(node), expected.dtype, [*sizes_of(node.all_input_nodes[0])]
         if is_sized_by_data(node.all_input_nodes[0]):
             sizes = [None] * len(sizes)
 
-        def collective(value: torch.Tensor, *rest: Any) -> torch.Tensor:
+        def collective(value: torch.Tensor, *rest: Any) -> Any:
             # Gloo would end the process of a member that is sent more than it waits for. Sizes that
             # are open are those of the call, about which ranks have agreed.
             known = [
@@ -115,55 +121,77 @@ class Collectives:
                     f"{target.__name__}: the program has {dtype} {list(sizes)} here, "
                     f"this is {value.dtype} {list(value.shape)}"
                 )
-            return self._run(target, value, *rest)
+            group = self.now()
+            if target in ALONE:
+                assert group.group is not None
+                return _alone(target, value, group.group.place, *rest)
+            steps = _steps(group, target, value, *rest)
+            under_way = steps, next(steps)
+            return under_way if begun else self._ended(under_way)
 
         collective.__name__ = target.__name__  # fx writes it where the graph's code is shown
         own = copy.keep(node)
         own.target = collective
         return own
 
-    def _run(self, collective: Callable[..., Any], value: torch.Tensor, *rest: Any) -> torch.Tensor:
-        group = self.now()
-        assert group.group is not None
-        place, members = group.group.place, len(group.group.ranks)
-        if collective in ALONE:
-            return _alone(collective, value, place, *rest)
-        if collective is all_gather:
-            dim, before, _ = rest
-            return Split(dim, members, before).joined(_stacked(group, value))
-        if collective is reduce_scatter:
-            dim, before, _ = rest
-            return _sum(_exchanged(group, Split(dim, members, before).stacked(value)).unbind())
-        if collective is all_to_all:
-            dim, before, new_dim, new_before, _ = rest
-            old, new = Split(dim, members, before), Split(new_dim, members, new_before)
-            if dim == new_dim:
-                return _part(new, old.joined(_stacked(group, value)), place)
-            return old.joined(_exchanged(group, new.stacked(value)))
-        if collective is shift:
-            return _passed(group, value, rest[0])
-        if collective is fetched_rows:
-            index, sources, targets, _ = rest
-            check_rows(value, sources, place)
-            return _Exchange.of(group, len(value), index, sources, targets).fetched(value)
-        if collective is added_rows:
-            into, index, sources, targets, _ = rest
-            check_rows(into, targets, place)
-            return _Exchange.of(group, len(into), index, targets, sources).added(value, into)
-        if collective is joined_rows:
-            return _joined(group, value, rest[0])
-        if collective is placed_rows:
-            return _placed(group, value, rest[1])
-        assert collective is all_reduce
-        size = value.numel() * value.dtype.itemsize
-        if len(messages(collective, size, members)) > 1:
-            return _reduced_in_parts(group, value, *rest[1:])
-        by: str = rest[1] if len(rest) > 1 else "sum"
-        if members > 2:
-            return _sum(_stacked(group, value).unbind(), by)
-        other = _passed(group, value)
-        # In the order of the members, and where the other one's has arrived.
-        return _sum([other, value] if place else [value, other], by, out=other)
+    def _ended(self, under_way: "tuple[Steps, dist.Work]", *sent: torch.Tensor) -> torch.Tensor:
+        """The result of a collective that has begun, when it has arrived."""
+        group, (steps, work) = self.now(), under_way
+        try:
+            while True:
+                group.wait(work)
+                work = next(steps)
+        except StopIteration as end:
+            result: torch.Tensor = end.value
+            return result
+
+
+# A collective, which says what it waits for, and goes on where that is over.
+Steps = Generator[dist.Work, None, torch.Tensor]
+
+
+def _steps(group: Group, collective: Callable[..., Any], value: torch.Tensor, *rest: Any) -> Steps:
+    assert group.group is not None
+    place, members = group.group.place, len(group.group.ranks)
+    if collective is all_gather:
+        dim, before, _ = rest
+        return Split(dim, members, before).joined((yield from _stacked(group, value)))
+    if collective is reduce_scatter:
+        dim, before, _ = rest
+        parts = yield from _exchanged(group, Split(dim, members, before).stacked(value))
+        return _sum(parts.unbind())
+    if collective is all_to_all:
+        dim, before, new_dim, new_before, _ = rest
+        old, new = Split(dim, members, before), Split(new_dim, members, new_before)
+        if dim == new_dim:
+            return _part(new, old.joined((yield from _stacked(group, value))), place)
+        return old.joined((yield from _exchanged(group, new.stacked(value))))
+    if collective is shift:
+        return (yield from _passed(group, value, rest[0]))
+    if collective is fetched_rows:
+        index, sources, targets, _ = rest
+        check_rows(value, sources, place)
+        exchange = _Exchange.of(group, len(value), index, sources, targets)
+        return (yield from exchange.fetched(value))
+    if collective is added_rows:
+        into, index, sources, targets, _ = rest
+        check_rows(into, targets, place)
+        exchange = _Exchange.of(group, len(into), index, targets, sources)
+        return (yield from exchange.added(value, into))
+    if collective is joined_rows:
+        return (yield from _joined(group, value, rest[0]))
+    if collective is placed_rows:
+        return (yield from _placed(group, value, rest[1]))
+    assert collective is all_reduce
+    size = value.numel() * value.dtype.itemsize
+    if len(messages(collective, size, members)) > 1:
+        return (yield from _reduced_in_parts(group, value, *rest[1:]))
+    by: str = rest[1] if len(rest) > 1 else "sum"
+    if members > 2:
+        return _sum((yield from _stacked(group, value)).unbind(), by)
+    other = yield from _passed(group, value)
+    # In the order of the members, and where the other one's has arrived.
+    return _sum([other, value] if place else [value, other], by, out=other)
 
 
 def _alone(
@@ -189,11 +217,13 @@ def _part(split: Split, value: torch.Tensor, place: int) -> torch.Tensor:
     return own.clone() if is_view else own
 
 
-def _reduced_in_parts(group: Group, value: torch.Tensor, by: str = "sum") -> torch.Tensor:
+def _reduced_in_parts(group: Group, value: torch.Tensor, by: str = "sum") -> Steps:
     """A sum of which each member adds up a part."""
     assert group.group is not None
-    own = _sum(_exchanged(group, _rows(value, len(group.group.ranks))).unbind(), by)
-    whole = _stacked(group, own).flatten()
+    parts = yield from _exchanged(group, _rows(value, len(group.group.ranks)))
+    own = _sum(parts.unbind(), by)
+    del parts
+    whole = (yield from _stacked(group, own)).flatten()
     padded = len(whole) > value.numel()
     return (whole[: value.numel()].clone() if padded else whole).view(value.shape)
 
@@ -255,32 +285,37 @@ class _Exchange:
                 counts, inverse = [b - a for a, b in itertools.pairwise(ends)], places
         return _Exchange(group, inverse, counts, own)
 
-    def fetched(self, value: torch.Tensor) -> torch.Tensor:
+    def fetched(self, value: torch.Tensor) -> Steps:
         """What this member's piece says of all members' rows."""
         told = [*map(len, self.own)]
-        self._compare(told, self.counts)
-        return _sent(self.group, value[torch.cat(self.own)], told, self.counts)[self.inverse]
+        yield from self._compare(told, self.counts)
+        rows = yield from _sent(self.group, value[torch.cat(self.own)], told, self.counts)
+        return rows[self.inverse]
 
-    def added(self, value: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+    def added(self, value: torch.Tensor, into: torch.Tensor) -> Steps:
         """This member's rows with what all pieces add to them."""
         sums = value.new_zeros([sum(self.counts), *value.shape[1:]])
         sums.index_add_(0, self.inverse, value)
         told, total = [*map(len, self.own)], into.clone()
-        self._compare(self.counts, told)
-        received = _sent(self.group, sums, self.counts, told).split(told)
-        for rows, added in zip(self.own, received, strict=True):
+        yield from self._compare(self.counts, told)
+        received = yield from _sent(self.group, sums, self.counts, told)
+        for rows, added in zip(self.own, received.split(told), strict=True):
             total.index_add_(0, rows, added)
         return total
 
-    def _compare(self, told: list[int], heard: list[int]) -> None:
+    def _compare(self, told: list[int], heard: list[int]) -> Steps:
         """Raises ValueError where members do not agree about the index: Gloo would end the process
         of one that is sent more than it waits for (collective)."""
-        said = _exchanged(self.group, torch.tensor(told, device=self.inverse.device)).tolist()
-        if said != heard:
-            raise ValueError(f"members have {said} rows for this one, which expects {heard}")
+        counts = torch.tensor(told, device=self.inverse.device)
+        said = yield from _exchanged(self.group, counts)
+        if said.tolist() != heard:
+            raise ValueError(
+                f"members have {said.tolist()} rows for this one, which expects {heard}"
+            )
+        return said
 
 
-def _sent(group: Group, value: torch.Tensor, told: list[int], heard: list[int]) -> torch.Tensor:
+def _sent(group: Group, value: torch.Tensor, told: list[int], heard: list[int]) -> Steps:
     """The rows that members have for this one, in their order, of so many each; it has `told` rows
     of a tensor for each of them (collective)."""
     assert group.group is not None
@@ -288,30 +323,31 @@ def _sent(group: Group, value: torch.Tensor, told: list[int], heard: list[int]) 
     row = math.prod(value.shape[1:]) * value.dtype.itemsize
     as_bytes = [*map(_as_bytes, (received, value))]
     sizes = [[count * row for count in counts] for counts in (heard, told)]
-    group.wait(group.group.group.alltoall_base(*as_bytes, *sizes))
+    yield group.group.group.alltoall_base(*as_bytes, *sizes)
     return received
 
 
-def _counts(group: Group, value: torch.Tensor, dim: int) -> list[int]:
+def _counts(group: Group, value: torch.Tensor, dim: int) -> Steps:
     """How many rows each member has (collective)."""
     count = torch.tensor([value.shape[dim]], device=value.device)
-    counts: list[int] = _stacked(group, count).flatten().tolist()
-    return counts
+    return (yield from _stacked(group, count)).flatten()
 
 
-def _joined(group: Group, value: torch.Tensor, dim: int) -> torch.Tensor:
+def _joined(group: Group, value: torch.Tensor, dim: int) -> Steps:
     """All members' rows, of which each has as many as it has (collective)."""
-    counts, rows = _counts(group, value, dim), value.movedim(dim, 0)
+    counts, rows = (yield from _counts(group, value, dim)).tolist(), value.movedim(dim, 0)
     told = [len(rows)] * len(counts)
-    received = _sent(group, rows.repeat(len(counts), *[1] * (rows.dim() - 1)), told, counts)
+    repeated = rows.repeat(len(counts), *[1] * (rows.dim() - 1))
+    received = yield from _sent(group, repeated, told, counts)
     return received.movedim(0, dim).contiguous()
 
 
-def _placed(group: Group, value: torch.Tensor, dim: int) -> torch.Tensor:
+def _placed(group: Group, value: torch.Tensor, dim: int) -> Steps:
     """A member's rows at their place, with zeros at those of the others (collective)."""
     assert group.group is not None
     before, after = value.shape[:dim], value.shape[dim + 1 :]
-    parts = [value.new_zeros([*before, n, *after]) for n in _counts(group, value, dim)]
+    counts = (yield from _counts(group, value, dim)).tolist()
+    parts = [value.new_zeros([*before, n, *after]) for n in counts]
     parts[group.group.place] = value
     return torch.cat(parts, dim)
 
@@ -321,32 +357,32 @@ def _as_bytes(value: torch.Tensor) -> torch.Tensor:
     return value.contiguous().flatten().view(torch.uint8)
 
 
-def _exchanged(group: Group, sent: torch.Tensor) -> torch.Tensor:
+def _exchanged(group: Group, sent: torch.Tensor) -> Steps:
     """What each member has for this one, of [members, *part] that it sends (collective)."""
     assert group.group is not None
     received = torch.empty_like(sent)
     as_bytes = [*map(_as_bytes, (received, sent))]
-    group.wait(group.group.group.alltoall_base(*as_bytes, [], []))
+    yield group.group.group.alltoall_base(*as_bytes, [], [])
     return received
 
 
-def _stacked(group: Group, value: torch.Tensor) -> torch.Tensor:
+def _stacked(group: Group, value: torch.Tensor) -> Steps:
     """A tensor of each member, [members, *tensor] (collective)."""
     assert group.group is not None
     stack = value.new_empty([len(group.group.ranks), *value.shape])
     if len(stack) > 2:
         # As bytes: Gloo knows few types.
         *parts, own = map(_as_bytes, (*stack.unbind(), value))
-        group.wait(group.group.group.allgather([parts], [own]))
+        yield group.group.group.allgather([parts], [own])
         return stack
     stack[group.group.place] = value
-    _passed(group, value, into=stack[1 - group.group.place])
+    yield from _passed(group, value, into=stack[1 - group.group.place])
     return stack
 
 
 def _passed(
     group: Group, value: torch.Tensor, by: int = 1, into: torch.Tensor | None = None
-) -> torch.Tensor:
+) -> Steps:
     """The tensor of the member that comes `by` later, around; who comes as much before is told this
     one's (collective)."""
     assert group.group is not None
@@ -356,5 +392,5 @@ def _passed(
     as_bytes = [*map(_as_bytes, (into, value))]
     received, sent = [0] * members, [0] * members
     received[(place + by) % members] = sent[(place - by) % members] = len(as_bytes[0])
-    group.wait(group.group.group.alltoall_base(*as_bytes, received, sent))
+    yield group.group.group.alltoall_base(*as_bytes, received, sent)
     return into

@@ -1,0 +1,164 @@
+"""Collectives beside what is computed: begun as early as helps, over where they are read.
+
+before   mm    mm_1           all_reduce(mm)   add(all_reduce, ..)
+after    mm    all_reduce(mm)   mm_1   arrived(all_reduce, mm)   add(arrived, ..)
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import attrs
+from torch import fx
+
+from pfeife.ir.editing.copying import Copy, copied
+from pfeife.ir.members import LASTING, arrived, begins
+from pfeife.ir.nodes import has_effects, node_bytes
+from pfeife.ir.program import Program
+from pfeife.passes.compose import Pass
+
+_MOST = 2  # collectives that are under way at one time
+
+
+@attrs.frozen
+class Timing:
+    """What nodes of a body take: `computing` are the seconds of a member's own, `sending` those in
+    which the first messages of a collective are under way, of which a machine hides the fraction
+    `hidden` behind what is computed."""
+
+    computing: Callable[[fx.Node], float]
+    sending: Callable[[fx.Node], float]
+    hidden: float = 1.0
+
+    def seconds(self, body: fx.GraphModule) -> float:
+        """Those of a body. Messages go one after another, beside what is computed up to where they
+        have arrived.
+
+            computes   mm | mm_1 |     | add
+            sends           all_reduce |
+        """
+        now = free = 0.0
+        arrivals: dict[fx.Node, float] = {}
+        for node in body.graph.nodes:
+            if node.target is arrived:
+                begun = node.args[0]
+                assert isinstance(begun, fx.Node)
+                now = max(now, arrivals[begun]) + self.computing(begun)
+                continue
+            free = arrivals[node] = max(now, free) + self.sending(node)
+            if begins(node):
+                now += (1 - self.hidden) * self.sending(node)
+            else:
+                now = (free if self.sending(node) else now) + self.computing(node)
+        return now
+
+
+def overlap(timing: Timing) -> Pass:
+    """A pass over the programs of ranks that are groups of members: what members tell one another
+    is under way beside what they compute.
+
+    In each body a collective whose result is no larger than its tensor begins where that is ready;
+    one that makes more of it begins so early that it has arrived when it is read, by `timing`, but
+    not before the one before it is read: a gathered parameter waits for its use in no more memory
+    than that of one layer. At most two are under way at one time. The values are the same ones, and
+    the costs of calls (see `annotate`) become less by what is hidden.
+    """
+
+    def run(program: Program) -> Program:
+        if not timing.hidden or program.members == 1:
+            return program
+        before = program.bodies
+        changed = {id(body): _overlapped(body, timing) for body in before.values()}
+        module = copied(program.module)
+        module.held.update({at: changed[id(body)] for at, body in before.items()})
+        calls = []
+        for call in program.calls:
+            body = program.body(call)
+            less = timing.seconds(body) - timing.seconds(changed[id(body)])
+            seconds = None if call.seconds is None else max(call.seconds - less, 0.0)
+            calls.append(attrs.evolve(call, seconds=seconds))
+        return attrs.evolve(program, module=module.module(), calls=tuple(calls))
+
+    return run
+
+
+def _overlapped(body: fx.GraphModule, timing: Timing) -> fx.GraphModule:
+    """The body, or if anything is to be begun earlier another one of the same values."""
+    if any(node.op == "call_function" and has_effects(node) for node in body.graph.nodes):
+        return body
+    nodes = _reordered([*body.graph.nodes])
+    spans = _spans(nodes, timing)
+    if not spans:
+        return body
+    copy = Copy(body)
+    under_way: dict[fx.Node, fx.Node] = {}
+
+    def end(collective: fx.Node) -> None:
+        sent = copy.read(tuple(collective.all_input_nodes))
+        over = copy.graph.call_function(arrived, (under_way.pop(collective), *sent))
+        over.meta = dict(collective.meta)
+        copy.here[collective] = over
+
+    for index, node in enumerate(nodes):
+        for collective in [c for c in under_way if spans[c][1] <= index]:
+            end(collective)
+        for collective in [c for c, (begin, _) in spans.items() if begin == index]:
+            if len(under_way) == _MOST:
+                end(next(iter(under_way)))
+            under_way[collective] = copy.keep(collective)
+        if node not in spans:
+            copy.keep(node)
+    return copy.module()
+
+
+def _grows(collective: fx.Node) -> bool:
+    """Whether a collective gives more than it is given."""
+    return node_bytes(collective) > node_bytes(collective.all_input_nodes[0])
+
+
+def _reordered(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """The nodes of a graph, in which collectives that do not grow come as soon as what they read is
+    there, and what that does not need comes behind them."""
+    inputs = sum(node.op == "placeholder" for node in nodes)
+    places: dict[fx.Node, tuple[int, int]] = {}
+    for index, node in enumerate(nodes):
+        places[node] = index, 0
+        if node.target in LASTING and not _grows(node):
+            behind, times = max(places[node.all_input_nodes[0]], (inputs - 1, 0))
+            places[node] = behind, times + 1
+    early = sorted(nodes, key=places.__getitem__)
+    ordered = dict.fromkeys(early[:inputs])
+    for index, node in enumerate(early):
+        if places[node][1]:
+            needed, todo = {node}, [node]
+            while todo:
+                sources = {*todo.pop().all_input_nodes} - ordered.keys() - needed
+                needed |= sources
+                todo += sources
+            ordered |= dict.fromkeys(each for each in early[: index + 1] if each in needed)
+            ordered |= dict.fromkeys(early[:index])
+    return [*(ordered | dict.fromkeys(early))]
+
+
+def _spans(nodes: Sequence[fx.Node], timing: Timing) -> dict[fx.Node, tuple[int, int]]:
+    """Of each collective beside which something is computed: before which node it begins, and
+    before which one it has arrived."""
+    at = {node: index for index, node in enumerate(nodes)}
+    computing = [0.0 if node.target in LASTING else timing.computing(node) for node in nodes]
+    elapsed = [0.0, *accumulate(computing)]
+    inputs = sum(node.op == "placeholder" for node in nodes)
+    spans: dict[fx.Node, tuple[int, int]] = {}
+    reads = [inputs]  # where what has grown is read
+    for node in nodes:
+        if node.target not in LASTING or not node.users:
+            continue
+        begin, first = at[node], min(at[user] for user in node.users)
+        source = node.all_input_nodes[0]
+        if _grows(node) and source not in spans:
+            time = timing.sending(node)
+            begin = max(at[source] + 1, *(read for read in reads if read < first or read == inputs))
+            while begin < at[node] and elapsed[first] - elapsed[begin + 1] >= time:
+                begin += 1
+            reads.append(first)
+        if elapsed[first] > elapsed[begin]:
+            spans[node] = begin, first
+    return spans
