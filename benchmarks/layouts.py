@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 import pfeife
 from pfeife import report, sched
-from pfeife.cost import estimate, machine, member_prices
+from pfeife.cost import estimate, machine, member_prices, timing_of
 from pfeife.data.replicas import DataParallel
 from pfeife.ir.nodes import node_bytes
 from pfeife.ir.program import Program
@@ -171,7 +171,8 @@ def as_the_oracle(name: str, layout: Layout, schedule: str) -> bool:
     )
     replicas = pfeife.Replicas(layout.replicas, layout.shared_out)
     wrapped = pfeife.dp_wrap(pfeife.Mesh(layout.stages, layout.replicas), replicas)
-    ranks = pfeife.compose(pfeife.apply(plan), wrapped)(local)
+    beside = pfeife.overlap(timing_of(CPU_CORE))
+    ranks = pfeife.compose(pfeife.apply(plan), wrapped, beside)(local)
     lowered = sched.verify_schedule(sched.lower(plan.schedule, ranks))
     state = pfeife.state_of(ranks, example.model)
     expected = pfeife.evaluate(ranks, state, microbatches, seed=3)
