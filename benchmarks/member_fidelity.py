@@ -4,9 +4,9 @@
 
 Four Gloo ranks. What a member computes is not computed: between two collectives its body sleeps as
 long as `estimate` says of the operations there, as if another device had worked. Collectives and
-messages between stages are real. Each collective of the program is measured first, again and
-again after a sleep, and messages by `bench_network`; the step is then predicted by
-`sched.predict`, as any other.
+messages between stages are real; those that have begun are under way while it sleeps (`overlap`).
+Each collective of the program is measured first, again and again after a sleep, and messages by
+`bench_network`; the step is then predicted by `sched.predict`, as any other.
 
 `by the link` is what is predicted where nothing but the latency and the bandwidth of the machine's
 link is known, by which `estimate` prices collectives: two numbers that are fitted to all of them.
@@ -31,14 +31,15 @@ from torch import fx
 
 import pfeife
 from pfeife import report, sched
-from pfeife.cost import estimate, member_prices
+from pfeife.cost import estimate, member_prices, timing_of
 from pfeife.cost.estimate import node_seconds
 from pfeife.cost.network import bench_network
 from pfeife.data.machine import Machine
 from pfeife.data.network import Network
 from pfeife.ir.editing.copying import Copy, copied
-from pfeife.ir.members import ALONE, MEANING
+from pfeife.ir.members import ALONE, MEANING, arrived
 from pfeife.ir.program import Program
+from pfeife.passes.overlap import Timing
 from pfeife.runtime.distributed.links.collectives import Collectives
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 
@@ -87,11 +88,29 @@ class Side:
         priced = estimate(self.program, VIRTUAL)
         seconds, telling = dict(priced.seconds), dict.fromkeys(range(RANKS), 0.0)
         for call in self.program.calls:
-            nodes = [n for n in self.program.body(call).graph.nodes if n.target in TELLING]
-            taken = sum(told[kind(node)] for node in nodes)
-            telling[call.rank or 0] += MICROBATCHES * taken
-            seconds[call.node] += taken - sum(node_seconds(node, VIRTUAL) for node in nodes)
+            body = self.program.body(call)
+            nodes = [node for node in body.graph.nodes if node.target in TELLING]
+            telling[call.rank or 0] += MICROBATCHES * sum(told[kind(node)] for node in nodes)
+            seconds[call.node] = measured_timing(told).seconds(body)
         return attrs.evolve(priced, seconds=seconds), max(telling.values())
+
+
+def measured_timing(told: Mapping[tuple, float]) -> Timing:
+    """What nodes take if they sleep, and collectives as long as was measured: of this a part is
+    under way beside a sleep, as large as by the link."""
+    link = timing_of(VIRTUAL)
+
+    def sending(node: fx.Node) -> float:
+        if node.target not in TELLING:
+            return 0.0
+        beside, behind = link.sending(node), link.computing(node)
+        return told[kind(node)] * beside / (beside + behind)
+
+    def computing(node: fx.Node) -> float:
+        is_told = node.target in TELLING
+        return told[kind(node)] - sending(node) if is_told else link.computing(node)
+
+    return Timing(computing, sending)
 
 
 def sleeping(body: fx.GraphModule, machine: Machine, longer: float) -> fx.GraphModule:
@@ -101,7 +120,7 @@ def sleeping(body: fx.GraphModule, machine: Machine, longer: float) -> fx.GraphM
 
     def change(node: fx.Node, copy: Copy) -> fx.Node | None:
         nonlocal seconds
-        if node.op == "output" or node.target in TELLING:
+        if node.op == "output" or node.target in TELLING | {arrived}:
             copy.graph.call_function(time.sleep, (max(seconds - longer, 0.0),))
             seconds = 0.0
         if node.op != "call_function" or node.target in MEANING:
@@ -165,7 +184,7 @@ def side(case: models.Case, members: int, stages: int, family: str) -> Side:
         ranks=ranks,
         schedule=family,
     )
-    program = pfeife.apply(plan)(local)
+    program = pfeife.compose(pfeife.apply(plan), pfeife.overlap(timing_of(VIRTUAL)))(local)
     schedule = sched.verify_schedule(sched.lower(plan.schedule, program))
     longer = overslept()
     bodies = {call.node: sleeping(program.body(call), VIRTUAL, longer) for call in program.calls}

@@ -34,6 +34,7 @@ from pfeife.passes import (
 )
 from pfeife.passes.apply import apply, passes_of
 from pfeife.passes.compose import Passes, Recorded, compose
+from pfeife.passes.overlap import still_bounded
 from pfeife.passes.shard import Attention, Every, Placements
 from pfeife.report import Run, Target, expected, forecast_of
 from pfeife.sched import plan as make_plan
@@ -215,7 +216,9 @@ def outlook(clusters: Program, question: Question, progress: Progress | None = N
     plan = question.plan or _plan(clusters, question, machine, network, replicas, progress)
     # The same passes, lowering and proof as before a real step: a forecast of a plan that could not
     # run would be worth nothing.
-    program = apply(plan, replicas, more=_passes(clusters, machine))(clusters)
+    plain = apply(plan, replicas)(clusters)
+    program = overlap(timing_of(machine))(plain)
+    plan = still_bounded(plan, plain, program)
     schedule = verify_schedule(lower(plan.schedule, program))
     target = Target(machine, network, between, question.optimizer, question.memory_limit)
     run = expected(program, schedule, target)

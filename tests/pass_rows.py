@@ -6,10 +6,12 @@ from collections.abc import Callable, Collection
 
 import attrs
 import torch
+from decisions import CPU_CORE
 from hypothesis import strategies as st
 from torch import fx
 
 import pfeife
+from pfeife.cost import timing_of
 from pfeife.ir.editing.rewrite import Operation
 from pfeife.passes import join_backward, shard
 from pfeife.testing import plans, tied_across
@@ -112,6 +114,13 @@ def over_members(program: pfeife.Program, microbatches: int) -> st.SearchStrateg
     return st.tuples(st.sampled_from([2, 3]), dims, st.sampled_from([None, {}])).map(sharded)
 
 
+def beside(program: pfeife.Program, microbatches: int) -> st.SearchStrategy[Drawn]:
+    """Collectives that are under way for a while, on faster and slower links."""
+    rates = st.sampled_from([1e3, 1e6, 1e9])
+    machines = st.builds(lambda rate: attrs.evolve(CPU_CORE, link_bandwidth=rate), rates)
+    return machines.map(lambda machine: (pfeife.overlap(timing_of(machine)), ()))
+
+
 PLAIN = Row("plain nodes", with_plain_nodes, sometimes=True)
 MOVED = Row("move_to_device", there_and_back, sometimes=True)
 SPLIT = Row("split_backward", lambda program, _: exactly(pfeife.split_backward()), sometimes=True)
@@ -130,6 +139,7 @@ ROWS = (
     Row("insert_send_recv", lambda program, _: exactly(pfeife.insert_send_recv())),
     PLAIN,
     Row("dp_wrap", in_replicas),
+    Row("overlap", beside, sometimes=True),
     MOVED,
     Row("absorb", lambda program, _: exactly(pfeife.absorb), sometimes=True),
     Row("place", on_devices),

@@ -66,7 +66,7 @@ def _levels(body: fx.GraphModule) -> tuple[dict[fx.Node, int], set[fx.Node]]:
                 apart.add(node)
             later = [levels[source] + (source in apart and node not in apart) for source in sources]
             levels[node] = max([least, *later])
-            if node.target in MEANING and begins(node):
+            if begins(node):
                 least = levels[node] + 1
     return levels, apart
 

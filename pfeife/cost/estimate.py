@@ -99,18 +99,17 @@ def timing_of(machine: Machine) -> Timing:
 
 
 def telling_seconds(body: fx.GraphModule, machine: Machine) -> float:
-    """Seconds of a body in which members of a group wait for what they tell one another."""
-    told = MEANING.keys() - ALONE
-    computed = (node_seconds(node, machine) for node in body.graph.nodes if node.target not in told)
-    return timing_of(machine).seconds(body) - sum(computed)
+    """Seconds of a body in which members of a group wait for what they tell one another, and work
+    on it."""
+    collectives = (node for node in body.graph.nodes if node.target in MEANING.keys() - ALONE)
+    working = sum(map(timing_of(machine).computing, collectives))
+    return working + sending_seconds(body, machine)
 
 
 def sending_seconds(body: fx.GraphModule, machine: Machine) -> float:
     """Seconds by which a body takes longer for the messages of its collectives."""
-    collectives = [node for node in body.graph.nodes if node.target in MEANING]
-    computed = sum(node_seconds(node, machine) for node in body.graph.nodes)
-    sent = sum(_sending_seconds(node, machine) for node in collectives)
-    return timing_of(machine).seconds(body) - (computed - sent)
+    timing = timing_of(machine)
+    return timing.seconds(body) - sum(map(timing.computing, body.graph.nodes))
 
 
 def member_prices(machine: Machine) -> Prices:

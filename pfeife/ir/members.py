@@ -319,8 +319,9 @@ _SMALL = 1 << 16  # bytes, of which a sum takes as long to send in one message a
 
 
 def begins(node: fx.Node) -> bool:
-    """Whether the messages of a node are under way up to where they have `arrived`."""
-    return bool(node.users) and all(user.target is arrived for user in node.users)
+    """Whether a node is a collective that is under way up to where it has `arrived`."""
+    is_read = bool(node.users) and all(user.target is arrived for user in node.users)
+    return is_read and node.target in LASTING
 
 
 def peers(collective: Callable[..., Any], members: int) -> int:

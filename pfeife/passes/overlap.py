@@ -10,6 +10,7 @@ from itertools import accumulate
 import attrs
 from torch import fx
 
+from pfeife.data.plan import Plan
 from pfeife.ir.editing.copying import Copy, copied
 from pfeife.ir.members import LASTING, arrived, begins
 from pfeife.ir.nodes import has_effects, node_bytes
@@ -56,11 +57,12 @@ def overlap(timing: Timing) -> Pass:
     """A pass over the programs of ranks that are groups of members: what members tell one another
     is under way beside what they compute.
 
-    In each body a collective whose result is no larger than its tensor begins where that is ready;
-    one that makes more of it begins so early that it has arrived when it is read, by `timing`, but
-    not before the one before it is read: a gathered parameter waits for its use in no more memory
-    than that of one layer. At most two are under way at one time. The values are the same ones, and
-    the costs of calls (see `annotate`) become less by what is hidden.
+    In each body a collective whose result is smaller than its tensor begins where that is ready;
+    others begin so early that they have arrived when they are read, by `timing`, but not before the
+    one before is read: a gathered parameter waits for its use in no more memory than that of one
+    layer, and keys in a ring are those of two members. What the tensor of a sum does not need is
+    computed behind its beginning. At most two are under way at one time. The values are the same
+    ones, and the costs of calls (see `annotate`) become less by what is hidden.
     """
 
     def run(program: Program) -> Program:
@@ -79,6 +81,16 @@ def overlap(timing: Timing) -> Pass:
         return attrs.evolve(program, module=module.module(), calls=tuple(calls))
 
     return run
+
+
+def still_bounded(plan: Plan, before: Program, after: Program) -> Plan:
+    """The plan of a program `before` its calls took less: whose bound is less by as large a share
+    as that of the call which is shortened most."""
+    if plan.bound_seconds is None:
+        return plan
+    calls = zip(before.calls, after.calls, strict=True)
+    shares = [(new.seconds or 0.0) / old.seconds for old, new in calls if old.seconds]
+    return attrs.evolve(plan, bound_seconds=min([1.0, *shares]) * plan.bound_seconds)
 
 
 def _overlapped(body: fx.GraphModule, timing: Timing) -> fx.GraphModule:
@@ -110,25 +122,25 @@ def _overlapped(body: fx.GraphModule, timing: Timing) -> fx.GraphModule:
     return copy.module()
 
 
-def _grows(collective: fx.Node) -> bool:
-    """Whether a collective gives more than it is given."""
-    return node_bytes(collective) > node_bytes(collective.all_input_nodes[0])
+def _growth(collective: fx.Node) -> int:
+    """How many bytes more a collective gives than it is given."""
+    return node_bytes(collective) - node_bytes(collective.all_input_nodes[0])
 
 
 def _reordered(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """The nodes of a graph, in which collectives that do not grow come as soon as what they read is
-    there, and what that does not need comes behind them."""
+    """The nodes of a graph, in which collectives that give less come as soon as what they read is
+    there, and what one that gives no more does not need comes behind it."""
     inputs = sum(node.op == "placeholder" for node in nodes)
     places: dict[fx.Node, tuple[int, int]] = {}
     for index, node in enumerate(nodes):
         places[node] = index, 0
-        if node.target in LASTING and not _grows(node):
+        if node.target in LASTING and _growth(node) < 0:
             behind, times = max(places[node.all_input_nodes[0]], (inputs - 1, 0))
             places[node] = behind, times + 1
     early = sorted(nodes, key=places.__getitem__)
     ordered = dict.fromkeys(early[:inputs])
     for index, node in enumerate(early):
-        if places[node][1]:
+        if node.target in LASTING and _growth(node) <= 0:
             needed, todo = {node}, [node]
             while todo:
                 sources = {*todo.pop().all_input_nodes} - ordered.keys() - needed
@@ -147,15 +159,17 @@ def _spans(nodes: Sequence[fx.Node], timing: Timing) -> dict[fx.Node, tuple[int,
     elapsed = [0.0, *accumulate(computing)]
     inputs = sum(node.op == "placeholder" for node in nodes)
     spans: dict[fx.Node, tuple[int, int]] = {}
-    reads = [inputs]  # where what has grown is read
+    reads: list[int] = []  # where what comes in time is read
     for node in nodes:
-        if node.target not in LASTING or not node.users:
+        if node.target not in LASTING or begins(node) or not node.users:
             continue
         begin, first = at[node], min(at[user] for user in node.users)
-        source = node.all_input_nodes[0]
-        if _grows(node) and source not in spans:
-            time = timing.sending(node)
-            begin = max(at[source] + 1, *(read for read in reads if read < first or read == inputs))
+        if _growth(node) >= 0:
+            source, time = node.all_input_nodes[0], timing.sending(node)
+            _, ready = spans.get(source, (0, at[source] + 1))
+            # What is read together, as keys and values are, travels together.
+            before = (read for read in reads if elapsed[read] < elapsed[first])
+            begin = min(begin, max([ready, inputs, *before]))
             while begin < at[node] and elapsed[first] - elapsed[begin + 1] >= time:
                 begin += 1
             reads.append(first)

@@ -34,4 +34,5 @@ def test_a_gathered_tensor_is_as_contiguous_as_on_one_device(members):
     for dim in range(3):
         (whole, *_) = MEANING[all_gather](parts, dim, 1, members)
         assert whole.is_contiguous()
-        assert scratch(all_gather, parts[0], dim, 1, members) >= 0
+        under_way, most = scratch(all_gather, parts[0], dim, 1, members)
+        assert 0 <= under_way <= most

@@ -48,6 +48,7 @@ from pfeife.lowering.verify import verify_schedule
 from pfeife.passes import annotate, fuse, overlap, place, record, split_backward
 from pfeife.passes.apply import passes_of
 from pfeife.passes.compose import History, Recorded
+from pfeife.passes.overlap import still_bounded
 from pfeife.report import Target
 from pfeife.runtime.distributed.control.agreement import comparable
 from pfeife.runtime.distributed.world.world import World
@@ -252,6 +253,10 @@ def _planned(
             planning, world, network=task.network, progress=phase.progress, watched=tried.append
         )
         history = record(clusters, *passes_of(plan, clusters, replicas, owners, planning.passes))
+        if clusters.members > 1:
+            beside = history[-len(planning.passes["ranks"])]
+            assert beside.before is not None
+            plan = still_bounded(plan, beside.before, beside.program)
         order = planning.order
         name = order if isinstance(order, str) else described(order)
         phase.outcome = lambda: f"{name}, {_described(task, plan, history[-1].program)}"

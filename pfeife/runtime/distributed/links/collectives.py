@@ -100,7 +100,8 @@ class Collectives:
             return None
         if target is arrived:
             own = copy.keep(node)
-            own.target = self._ended
+            if begins(node.all_input_nodes[0]):
+                own.target = self._ended
             return own
 
         expected = value_of(node.all_input_nodes[0])
@@ -121,10 +122,10 @@ class Collectives:
                     f"{target.__name__}: the program has {dtype} {list(sizes)} here, "
                     f"this is {value.dtype} {list(value.shape)}"
                 )
-            group = self.now()
+            group = self.now().group
+            assert group is not None
             if target in ALONE:
-                assert group.group is not None
-                return _alone(target, value, group.group.place, *rest)
+                return _alone(target, value, group.place, *rest)
             steps = _steps(group, target, value, *rest)
             under_way = steps, next(steps)
             return under_way if begun else self._ended(under_way)
@@ -150,9 +151,10 @@ class Collectives:
 Steps = Generator[dist.Work, None, torch.Tensor]
 
 
-def _steps(group: Group, collective: Callable[..., Any], value: torch.Tensor, *rest: Any) -> Steps:
-    assert group.group is not None
-    place, members = group.group.place, len(group.group.ranks)
+def _steps(
+    group: Connection, collective: Callable[..., Any], value: torch.Tensor, *rest: Any
+) -> Steps:
+    place, members = group.place, len(group.ranks)
     if collective is all_gather:
         dim, before, _ = rest
         return Split(dim, members, before).joined((yield from _stacked(group, value)))
@@ -217,10 +219,9 @@ def _part(split: Split, value: torch.Tensor, place: int) -> torch.Tensor:
     return own.clone() if is_view else own
 
 
-def _reduced_in_parts(group: Group, value: torch.Tensor, by: str = "sum") -> Steps:
+def _reduced_in_parts(group: Connection, value: torch.Tensor, by: str = "sum") -> Steps:
     """A sum of which each member adds up a part."""
-    assert group.group is not None
-    parts = yield from _exchanged(group, _rows(value, len(group.group.ranks)))
+    parts = yield from _exchanged(group, _rows(value, len(group.ranks)))
     own = _sum(parts.unbind(), by)
     del parts
     whole = (yield from _stacked(group, own)).flatten()
@@ -253,22 +254,21 @@ class _Exchange:
     `inverse` has its places; each member's piece says `own` of this one's rows.
     """
 
-    group: Group
+    group: Connection
     inverse: torch.Tensor
     counts: list[int]
     own: list[torch.Tensor]
 
     @staticmethod
     def of(
-        group: Group,
+        group: Connection,
         rows: int,
         index: torch.Tensor,
         starts: torch.Tensor | None,
         pieces: torch.Tensor | None,
     ) -> "_Exchange":
         """That of a member with so many rows. Raises IndexError for rows that are not there."""
-        assert group.group is not None
-        place, members = group.group.place, len(group.group.ranks)
+        place, members = group.place, len(group.ranks)
         if starts is None:
             starts = rows * torch.arange(members, device=index.device)
             index = from_the_start(index, True, rows * members)
@@ -315,25 +315,24 @@ class _Exchange:
         return said
 
 
-def _sent(group: Group, value: torch.Tensor, told: list[int], heard: list[int]) -> Steps:
+def _sent(group: Connection, value: torch.Tensor, told: list[int], heard: list[int]) -> Steps:
     """The rows that members have for this one, in their order, of so many each; it has `told` rows
     of a tensor for each of them (collective)."""
-    assert group.group is not None
     received = value.new_empty([sum(heard), *value.shape[1:]])
     row = math.prod(value.shape[1:]) * value.dtype.itemsize
     as_bytes = [*map(_as_bytes, (received, value))]
     sizes = [[count * row for count in counts] for counts in (heard, told)]
-    yield group.group.group.alltoall_base(*as_bytes, *sizes)
+    yield group.group.alltoall_base(*as_bytes, *sizes)
     return received
 
 
-def _counts(group: Group, value: torch.Tensor, dim: int) -> Steps:
+def _counts(group: Connection, value: torch.Tensor, dim: int) -> Steps:
     """How many rows each member has (collective)."""
     count = torch.tensor([value.shape[dim]], device=value.device)
     return (yield from _stacked(group, count)).flatten()
 
 
-def _joined(group: Group, value: torch.Tensor, dim: int) -> Steps:
+def _joined(group: Connection, value: torch.Tensor, dim: int) -> Steps:
     """All members' rows, of which each has as many as it has (collective)."""
     counts, rows = (yield from _counts(group, value, dim)).tolist(), value.movedim(dim, 0)
     told = [len(rows)] * len(counts)
@@ -342,13 +341,12 @@ def _joined(group: Group, value: torch.Tensor, dim: int) -> Steps:
     return received.movedim(0, dim).contiguous()
 
 
-def _placed(group: Group, value: torch.Tensor, dim: int) -> Steps:
+def _placed(group: Connection, value: torch.Tensor, dim: int) -> Steps:
     """A member's rows at their place, with zeros at those of the others (collective)."""
-    assert group.group is not None
     before, after = value.shape[:dim], value.shape[dim + 1 :]
     counts = (yield from _counts(group, value, dim)).tolist()
     parts = [value.new_zeros([*before, n, *after]) for n in counts]
-    parts[group.group.place] = value
+    parts[group.place] = value
     return torch.cat(parts, dim)
 
 
@@ -357,40 +355,37 @@ def _as_bytes(value: torch.Tensor) -> torch.Tensor:
     return value.contiguous().flatten().view(torch.uint8)
 
 
-def _exchanged(group: Group, sent: torch.Tensor) -> Steps:
+def _exchanged(group: Connection, sent: torch.Tensor) -> Steps:
     """What each member has for this one, of [members, *part] that it sends (collective)."""
-    assert group.group is not None
     received = torch.empty_like(sent)
     as_bytes = [*map(_as_bytes, (received, sent))]
-    yield group.group.group.alltoall_base(*as_bytes, [], [])
+    yield group.group.alltoall_base(*as_bytes, [], [])
     return received
 
 
-def _stacked(group: Group, value: torch.Tensor) -> Steps:
+def _stacked(group: Connection, value: torch.Tensor) -> Steps:
     """A tensor of each member, [members, *tensor] (collective)."""
-    assert group.group is not None
-    stack = value.new_empty([len(group.group.ranks), *value.shape])
+    stack = value.new_empty([len(group.ranks), *value.shape])
     if len(stack) > 2:
         # As bytes: Gloo knows few types.
         *parts, own = map(_as_bytes, (*stack.unbind(), value))
-        yield group.group.group.allgather([parts], [own])
+        yield group.group.allgather([parts], [own])
         return stack
-    stack[group.group.place] = value
-    yield from _passed(group, value, into=stack[1 - group.group.place])
+    stack[group.place] = value
+    yield from _passed(group, value, into=stack[1 - group.place])
     return stack
 
 
 def _passed(
-    group: Group, value: torch.Tensor, by: int = 1, into: torch.Tensor | None = None
+    group: Connection, value: torch.Tensor, by: int = 1, into: torch.Tensor | None = None
 ) -> Steps:
     """The tensor of the member that comes `by` later, around; who comes as much before is told this
     one's (collective)."""
-    assert group.group is not None
-    place, members = group.group.place, len(group.group.ranks)
+    place, members = group.place, len(group.ranks)
     if into is None:
         into = torch.empty_like(value, memory_format=torch.contiguous_format)
     as_bytes = [*map(_as_bytes, (into, value))]
     received, sent = [0] * members, [0] * members
     received[(place + by) % members] = sent[(place - by) % members] = len(as_bytes[0])
-    yield group.group.group.alltoall_base(*as_bytes, received, sent)
+    yield group.group.alltoall_base(*as_bytes, received, sent)
     return into
