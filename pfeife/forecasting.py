@@ -33,8 +33,8 @@ from pfeife.passes import (
     split_backward,
 )
 from pfeife.passes.apply import apply, passes_of
-from pfeife.passes.compose import Passes, Recorded, compose
-from pfeife.passes.overlap import still_bounded
+from pfeife.passes.compose import Recorded, compose
+from pfeife.passes.overlap import still_bounded, with_overlap
 from pfeife.passes.shard import Attention, Every, Placements
 from pfeife.report import Run, Target, expected, forecast_of
 from pfeife.sched import plan as make_plan
@@ -153,7 +153,7 @@ class Outlook:
 
     def history(self) -> tuple[Recorded, ...]:
         """The programs from the clusters to that of the ranks, with what each pass has changed."""
-        more = _passes(self.clusters, self.target.machine)
+        more = with_overlap({}, self.clusters.members, timing_of(self.target.machine))
         return record(self.clusters, *passes_of(self.plan, self.clusters, self.replicas, more=more))
 
 
@@ -296,10 +296,5 @@ def _plan(
         jobs=question.jobs,
         recompute=question.recompute,
         progress=progress,
-        passes=_passes(clusters, machine),
+        passes=with_overlap({}, clusters.members, timing_of(machine)),
     )
-
-
-def _passes(clusters: Program, machine: Machine) -> Passes:
-    """What the program of the ranks becomes besides."""
-    return {"ranks": (overlap(timing_of(machine)),)} if clusters.members > 1 else {}

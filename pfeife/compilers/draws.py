@@ -66,6 +66,8 @@ def _levels(body: fx.GraphModule) -> tuple[dict[fx.Node, int], set[fx.Node]]:
                 apart.add(node)
             later = [levels[source] + (source in apart and node not in apart) for source in sources]
             levels[node] = max([least, *later])
+            if node.target is operator.getitem:  # stays with what gives several
+                levels[node] = levels[sources[0]]
             if begins(node):
                 least = levels[node] + 1
     return levels, apart

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from pfeife.compilers.piece import inputs
 from pfeife.ir.editing.absorb import absorb
-from pfeife.ir.members import MEANING, arrived, begins, scratch
+from pfeife.ir.members import MEANING, begins, over_at, scratch
 from pfeife.ir.messages import call_of, holders
 from pfeife.ir.nodes import node_bytes, receive, returned, value_of
 from pfeife.ir.outline import storage_owner
@@ -139,10 +139,9 @@ class Body:
         live = peak = 0
         for index, node in enumerate(nodes):
             # What is under way has its buffers up to where it has arrived.
-            over = node.args[0] if node.target is arrived else node
-            assert isinstance(over, fx.Node)
-            under_way, most = _scratch(over)
-            live += born[node] - (0 if over is node else under_way)
+            over = over_at(node)
+            under_way, most = _scratch(over or node)
+            live += born[node] - (under_way if over else 0)
             peak = max(peak, live + (under_way if begins(node) else most))
             live += (under_way if begins(node) else 0) - dying[index]
         return Body(sizes, results, peak)

@@ -18,8 +18,8 @@ another:
     fetched_rows    S, C -> S, C    x[index], of which each member is sent what its part reads
     added_rows      S, C -> S, C    x added up at index, of which each is sent what is in its part
 
-A collective is over where its node is, but if all who read it are `arrived`: then its messages are
-under way from its node on, and over there.
+A collective is over where its node is, but if `arrived` alone reads it: then its messages are under
+way from its node on, and over there.
 
 `MEANING` has them as functions of the list of all members' tensors: `ir.lockstep` runs a graph by
 these in one process, and ranks give the same bits.
@@ -320,8 +320,13 @@ _SMALL = 1 << 16  # bytes, of which a sum takes as long to send in one message a
 
 def begins(node: fx.Node) -> bool:
     """Whether a node is a collective that is under way up to where it has `arrived`."""
-    is_read = bool(node.users) and all(user.target is arrived for user in node.users)
-    return is_read and node.target in LASTING
+    return node.target in LASTING and [user.target for user in node.users] == [arrived]
+
+
+def over_at(node: fx.Node) -> fx.Node | None:
+    """The collective that has arrived at a node; None where nothing was under way."""
+    begun = node.all_input_nodes[0] if node.target is arrived else None
+    return begun if begun is not None and begins(begun) else None
 
 
 def peers(collective: Callable[..., Any], members: int) -> int:

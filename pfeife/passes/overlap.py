@@ -12,10 +12,10 @@ from torch import fx
 
 from pfeife.data.plan import Plan
 from pfeife.ir.editing.copying import Copy, copied
-from pfeife.ir.members import LASTING, arrived, begins
+from pfeife.ir.members import LASTING, arrived, begins, over_at
 from pfeife.ir.nodes import has_effects, node_bytes
 from pfeife.ir.program import Program
-from pfeife.passes.compose import Pass
+from pfeife.passes.compose import Pass, Passes
 
 _MOST = 2  # collectives that are under way at one time
 
@@ -40,9 +40,7 @@ class Timing:
         now = free = 0.0
         arrivals: dict[fx.Node, float] = {}
         for node in body.graph.nodes:
-            if node.target is arrived:
-                begun = node.args[0]
-                assert isinstance(begun, fx.Node)
+            if begun := over_at(node):
                 now = max(now, arrivals[begun]) + self.computing(begun)
                 continue
             free = arrivals[node] = max(now, free) + self.sending(node)
@@ -83,19 +81,25 @@ def overlap(timing: Timing) -> Pass:
     return run
 
 
+def with_overlap(passes: Passes, members: int, timing: Timing) -> Passes:
+    """Passes by their levels, and `overlap` before those of ranks, where there are members."""
+    if members == 1:
+        return passes
+    return {**passes, "ranks": (overlap(timing), *passes.get("ranks", ()))}
+
+
 def still_bounded(plan: Plan, before: Program, after: Program) -> Plan:
     """The plan of a program `before` its calls took less: whose bound is less by as large a share
     as that of the call which is shortened most."""
-    if plan.bound_seconds is None:
-        return plan
-    calls = zip(before.calls, after.calls, strict=True)
+    calls, bound = zip(before.calls, after.calls, strict=True), plan.bound_seconds
     shares = [(new.seconds or 0.0) / old.seconds for old, new in calls if old.seconds]
-    return attrs.evolve(plan, bound_seconds=min([1.0, *shares]) * plan.bound_seconds)
+    return attrs.evolve(plan, bound_seconds=bound and bound * min([1.0, *shares]))
 
 
 def _overlapped(body: fx.GraphModule, timing: Timing) -> fx.GraphModule:
     """The body, or if anything is to be begun earlier another one of the same values."""
-    if any(node.op == "call_function" and has_effects(node) for node in body.graph.nodes):
+    calls = [node for node in body.graph.nodes if node.op == "call_function"]
+    if any(node.target is arrived or has_effects(node) for node in calls):
         return body
     nodes = _reordered([*body.graph.nodes])
     spans = _spans(nodes, timing)
@@ -161,7 +165,7 @@ def _spans(nodes: Sequence[fx.Node], timing: Timing) -> dict[fx.Node, tuple[int,
     spans: dict[fx.Node, tuple[int, int]] = {}
     reads: list[int] = []  # where what comes in time is read
     for node in nodes:
-        if node.target not in LASTING or begins(node) or not node.users:
+        if node.target not in LASTING or not node.users:
             continue
         begin, first = at[node], min(at[user] for user in node.users)
         if _growth(node) >= 0:

@@ -1,5 +1,6 @@
 """What a real step took, in the same data as what was predicted of it: seconds and bytes."""
 
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -88,7 +89,8 @@ def profile(
 
 
 class LiveTensors(TorchDispatchMode):
-    """Counts the bytes of all storages that operations of this thread make, while they live.
+    """Counts the bytes of all storages that operations of this thread make, while they live, and
+    those of Gloo's thread that work for it.
 
     Those of `existing` tensors are not counted. Gives a point of the curve for every action.
     """
@@ -97,6 +99,7 @@ class LiveTensors(TorchDispatchMode):
         super().__init__()
         self.device = device
         self.live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.lock = threading.RLock()
         self.peak = 0
         self.points: list[MemoryPoint] = []
         for tensor in existing:
@@ -119,18 +122,20 @@ class LiveTensors(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Temporaries inside of one operation are not seen: only what it returns is a storage here.
         result = func(*args, **kwargs or {})
-        self._purge()
-        for tensor in pytree.tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type == self.device.type:
-                self._add(tensor, tensor.untyped_storage().nbytes())
-        self.peak = max(self.peak, self.bytes)
+        with self.lock:
+            self._purge()
+            for tensor in pytree.tree_leaves(result):
+                if isinstance(tensor, torch.Tensor) and tensor.device.type == self.device.type:
+                    self._add(tensor, tensor.untyped_storage().nbytes())
+            self.peak = max(self.peak, self.bytes)
         return result
 
     def __call__(self, rank: int) -> Observer:
         def observe(action: Action) -> None:
-            self._purge()
-            self.points.append(MemoryPoint(action, self.peak, self.bytes))
-            self.peak = self.bytes
+            with self.lock:
+                self._purge()
+                self.points.append(MemoryPoint(action, self.peak, self.bytes))
+                self.peak = self.bytes
 
         return observe
 

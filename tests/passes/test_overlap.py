@@ -1,5 +1,7 @@
 """What members tell one another, under way beside what they compute."""
 
+from itertools import chain
+
 import attrs
 import pytest
 import torch
@@ -12,7 +14,9 @@ import pfeife
 from pfeife import sched
 from pfeife.compilers.draws import around_draws
 from pfeife.cost import estimate, member_prices, memory_curves, timing_of
+from pfeife.cost.body import Body
 from pfeife.ir.members import LASTING, all_gather, all_reduce, arrived, begins, shift
+from pfeife.ir.nodes import returned, value_of
 from pfeife.testing import check_pass
 
 aten = torch.ops.aten
@@ -30,17 +34,17 @@ class Layer(nn.Module):
         return x + self.down(self.up(x).relu())
 
 
-def ranks_of(placements, members=2, family="gpipe", layers=3, rows=4):
-    """The program of the ranks of a net, and its state."""
+def ranks_of(placements, members=2, rows=4, normed=False):
+    """The program of the ranks of three layers, and its state."""
     torch.manual_seed(0)
-    net = nn.Sequential(*(Layer() for _ in range(layers)))
+    layers = [[Layer(), *([nn.LayerNorm(16)] if normed else [])] for _ in range(3)]
+    net = nn.Sequential(*chain(*layers))
     flat = pfeife.capture(lambda x: net(x).square().mean(), torch.randn(rows, 16))
     prices = member_prices(CPU_CORE)
     sharded = pfeife.shard(placements, members, unknown="gather", prices=prices)
     clusters = pfeife.compose(sharded, pfeife.fuse())(flat)
     clusters = pfeife.annotate(estimate(clusters, CPU_CORE))(clusters)
-    schedule = sched.policy(family)(1, 2)
-    plan = pfeife.Plan((0,) * clusters.units, schedule)
+    plan = pfeife.Plan((0,) * clusters.units, sched.policy("gpipe")(1, 2))
     return pfeife.apply(plan)(clusters), pfeife.state_of(flat, net)
 
 
@@ -177,12 +181,30 @@ def test_nothing_changes_where_nothing_is_hidden():
 
 
 def test_pieces_for_a_compiler_stay_on_their_side():
-    """What is computed while a collective is under way is a piece behind its beginning."""
-    ranks, _ = ranks_of(COLUMNS_THEN_ROWS)
+    """What is computed while a collective is under way is a piece behind its beginning, and each
+    piece is of tensors alone."""
+    ranks, _ = ranks_of(COLUMNS_THEN_ROWS, normed=True)
     changed = pfeife.overlap(timing_of(CPU_CORE))(ranks)
     (body,) = (b for at, b in changed.bodies.items() if "backward" in at)
-    pieces = around_draws(body, lambda piece: piece)
-    spans = begun_in(pieces)
+    pieces = []
+    spans = begun_in(around_draws(body, lambda piece: pieces.append(piece) or piece))
     assert len(spans) == 2
     for meanwhile in spans.values():
         assert any(node.op == "call_module" for node in meanwhile)
+    for piece in pieces:
+        values = [*returned(piece), *(n for n in piece.graph.nodes if n.op == "placeholder")]
+        assert all(value_of(node) is not None for node in values)
+
+
+def test_whoever_reads_a_collective_itself_has_it_where_it_is():
+    """As a pass may make of it: then nothing is under way, neither in time nor in memory."""
+    ranks, _ = ranks_of({"*.weight": 0}, rows=1024)
+    timing = timing_of(CPU_CORE)
+    (body,) = (b for at, b in ranks.bodies.items() if "forward" in at)
+    (changed,) = (b for at, b in pfeife.overlap(timing)(ranks).bodies.items() if "forward" in at)
+    for over in [node for node in changed.graph.nodes if node.target is arrived]:
+        reader = next(user for user in over.users if user.op != "output")
+        reader.replace_input_with(over, over.args[0])
+    assert not any(map(begins, changed.graph.nodes))
+    assert timing.seconds(changed) == pytest.approx(timing.seconds(body))
+    assert Body.of(changed).peak >= Body.of(body).peak

@@ -45,10 +45,10 @@ from pfeife.lowering.buckets import largest_share
 from pfeife.lowering.lower import lower
 from pfeife.lowering.predict import predict
 from pfeife.lowering.verify import verify_schedule
-from pfeife.passes import annotate, fuse, overlap, place, record, split_backward
+from pfeife.passes import annotate, fuse, place, record, split_backward
 from pfeife.passes.apply import passes_of
 from pfeife.passes.compose import History, Recorded
-from pfeife.passes.overlap import still_bounded
+from pfeife.passes.overlap import still_bounded, with_overlap
 from pfeife.report import Target
 from pfeife.runtime.distributed.control.agreement import comparable
 from pfeife.runtime.distributed.world.world import World
@@ -129,10 +129,7 @@ def _compiled(task: Task) -> Compiled:
     hint, most = _declared(task, captured)
     clusters = _priced(task, resized(fused[-1].program, hint), machine)
     replicas = options.replicated({})
-    passes = task.passes
-    if program.members > 1:
-        beside = overlap(timing_of(machine))
-        passes = {**passes, "ranks": (beside, *passes.get("ranks", ()))}
+    passes = with_overlap(task.passes, program.members, timing_of(machine))
     planning = Planning(options, clusters, order, machine, passes, replicas, earlier=task.earlier)
     # Options, operations and costs: where ranks agree on these, they make the same plan of them.
     text = f"{task.builder.asked}\n{clusters}"

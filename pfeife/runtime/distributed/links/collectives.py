@@ -49,6 +49,7 @@ from pfeife.ir.members import (
     in_pieces,
     joined_rows,
     messages,
+    over_at,
     own_rows,
     part,
     placed_rows,
@@ -100,7 +101,7 @@ class Collectives:
             return None
         if target is arrived:
             own = copy.keep(node)
-            if begins(node.all_input_nodes[0]):
+            if over_at(node):
                 own.target = self._ended
             return own
 
@@ -127,7 +128,7 @@ class Collectives:
             if target in ALONE:
                 return _alone(target, value, group.place, *rest)
             steps = _steps(group, target, value, *rest)
-            under_way = steps, next(steps)
+            under_way = steps, [next(steps)]
             return under_way if begun else self._ended(under_way)
 
         collective.__name__ = target.__name__  # fx writes it where the graph's code is shown
@@ -135,13 +136,15 @@ class Collectives:
         own.target = collective
         return own
 
-    def _ended(self, under_way: "tuple[Steps, dist.Work]", *sent: torch.Tensor) -> torch.Tensor:
+    def _ended(
+        self, under_way: "tuple[Steps, list[dist.Work]]", *sent: torch.Tensor
+    ) -> torch.Tensor:
         """The result of a collective that has begun, when it has arrived."""
-        group, (steps, work) = self.now(), under_way
+        group, (steps, works) = self.now(), under_way
         try:
             while True:
-                group.wait(work)
-                work = next(steps)
+                group.wait(works.pop())  # and forgets it, for it has what was sent
+                works.append(next(steps))
         except StopIteration as end:
             result: torch.Tensor = end.value
             return result
@@ -160,8 +163,8 @@ def _steps(
         return Split(dim, members, before).joined((yield from _stacked(group, value)))
     if collective is reduce_scatter:
         dim, before, _ = rest
-        parts = yield from _exchanged(group, Split(dim, members, before).stacked(value))
-        return _sum(parts.unbind())
+        stacked = Split(dim, members, before).stacked
+        return _sum((yield from _exchanged(group, stacked(value))).unbind())
     if collective is all_to_all:
         dim, before, new_dim, new_before, _ = rest
         old, new = Split(dim, members, before), Split(new_dim, members, new_before)
