@@ -377,10 +377,8 @@ def scratch(collective: Callable[..., Any], value: torch.Tensor, *rest: Any) -> 
     # Two swap. More gather, for which torch makes a flat copy of all that arrives.
     gathering = copy + (members if members == 2 else 2 * members) * size
     if collective is all_gather:
-        ordered = Split(rest[0], members, rest[1]).in_order(shape)
-        joining = members * size * (1 if ordered else 2)
-        result = members * size
-        return gathering - result, max(gathering, joining) - result
+        ordered, result = Split(rest[0], members, rest[1]).in_order(shape), members * size
+        return gathering - result, max(gathering - result, 0 if ordered else result)
     if collective is reduce_scatter:
         ordered = Split(rest[0], members, rest[1]).in_order(shape)
         sending = (copy if ordered else size) + size - size // members

@@ -139,8 +139,8 @@ def _reordered(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     for index, node in enumerate(nodes):
         places[node] = index, 0
         if node.target in LASTING and _growth(node) < 0:
-            behind, times = max(places[node.all_input_nodes[0]], (inputs - 1, 0))
-            places[node] = behind, times + 1
+            at, behind = max(places[node.all_input_nodes[0]], (inputs - 1, 0))
+            places[node] = at, behind + 1
     early = sorted(nodes, key=places.__getitem__)
     ordered = dict.fromkeys(early[:inputs])
     for index, node in enumerate(early):
