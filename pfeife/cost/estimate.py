@@ -39,8 +39,8 @@ def estimate(program: Program, machine: Machine | Sequence[Machine]) -> Costs:
     add up a gradient reads two tensors and writes one. Members of a group wait for what the others
     send, one after another (an all-gather of p ranks in a ring: (p - 1) latencies and messages,
     Thakur et al., IJHPCA 2005), over the machine's link, beside what they compute where these are
-    under way meanwhile (`overlap`). Of several machines, one a rank, each call
-    is on that of its rank; raises ValueError where it has none, or there are fewer machines.
+    under way meanwhile (`overlap`). Of several machines, one a rank, each call is on that of its
+    rank; raises ValueError where it has none, or there are fewer machines.
     """
     seconds: dict[str, float] = {}
     on: dict[str, Machine] = {}
@@ -108,8 +108,8 @@ def telling_seconds(body: fx.GraphModule, machine: Machine) -> float:
 
 def sending_seconds(body: fx.GraphModule, machine: Machine) -> float:
     """Seconds by which a body takes longer for the messages of its collectives."""
-    timing = timing_of(machine)
-    return timing.seconds(body) - sum(map(timing.computing, body.graph.nodes))
+    _, waited = timing_of(machine).lanes(body)
+    return waited
 
 
 def member_prices(machine: Machine) -> Prices:

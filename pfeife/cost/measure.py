@@ -86,7 +86,7 @@ def measure(
         _keep(cache, measured)
     entry_of = {node: by_key[body.key] for node, body in bodies.items()}
     sending = {
-        node: sending_seconds(body.module, machine) if machine else 0.0
+        node: sending_seconds(body.module, machine) if machine and program.members > 1 else 0.0
         for node, body in bodies.items()
     }
     return Costs(

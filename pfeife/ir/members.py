@@ -5,7 +5,7 @@ values. A value is the same on all of them (R), cut along a dimension (S), cut t
 (C: which rows go to whose experts), or a sum of which each has a part (P). Collectives make one of
 another:
 
-    all_reduce      P    -> R       x0 + x1 + ..., added in the order of the members, or the largest
+    all_reduce      P    -> R       x0 + x1 + ..., added in the order of members, or the largest
     all_gather      S(d) -> R       cat([x0, x1, ...], d)
     part            R    -> S(d)    member i keeps the i-th of t equal parts; nothing is sent
     addend          R    -> P       the first member keeps it, the others have zeros
@@ -96,8 +96,7 @@ def shift(value: torch.Tensor, by: int, members: int) -> torch.Tensor:
 
 
 def arrived(value: torch.Tensor, *sent: torch.Tensor) -> torch.Tensor:
-    """What a collective gives, from here on. Its messages are under way from the collective on up
-    to here, beside what is computed between; what is `sent` has to stay meanwhile."""
+    """What a collective gives, whose messages are under way up to here; what is `sent` stays."""
     return value
 
 

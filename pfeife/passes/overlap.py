@@ -31,24 +31,31 @@ class Timing:
     hidden: float = 1.0
 
     def seconds(self, body: fx.GraphModule) -> float:
-        """Those of a body. Messages go one after another, beside what is computed up to where they
-        have arrived.
+        """Those of a body, that it computes and that it waits."""
+        return sum(self.lanes(body))
 
-            computes   mm | mm_1 |     | add
-            sends           all_reduce |
+    def lanes(self, body: fx.GraphModule) -> tuple[float, float]:
+        """The seconds that a body computes, and that it waits for messages. These go one after
+        another, beside what is computed up to where they have arrived.
+
+            computes   mm | mm_1 | waits | add
+            sends           all_reduce   |
         """
-        now = free = 0.0
+        computed = waited = free = 0.0
         arrivals: dict[fx.Node, float] = {}
         for node in body.graph.nodes:
+            now = computed + waited
             if begun := over_at(node):
-                now = max(now, arrivals[begun]) + self.computing(begun)
+                waited += max(0.0, arrivals.get(begun, now) - now)
+                computed += self.computing(begun)
                 continue
-            free = arrivals[node] = max(now, free) + self.sending(node)
-            if begins(node):
-                now += (1 - self.hidden) * self.sending(node)
-            else:
-                now = (free if self.sending(node) else now) + self.computing(node)
-        return now
+            sending = self.sending(node)
+            if sending:
+                free = arrivals[node] = max(now, free) + sending
+                waited += (1 - self.hidden) * sending if begins(node) else free - now
+            if not begins(node):
+                computed += self.computing(node)
+        return computed, waited
 
 
 def overlap(timing: Timing) -> Pass:

@@ -15,6 +15,7 @@ from pfeife import sched
 from pfeife.compilers.draws import around_draws
 from pfeife.cost import estimate, member_prices, memory_curves, timing_of
 from pfeife.cost.body import Body
+from pfeife.cost.estimate import sending_seconds, telling_seconds
 from pfeife.ir.members import LASTING, all_gather, all_reduce, arrived, begins, shift
 from pfeife.ir.nodes import returned, value_of
 from pfeife.testing import check_pass
@@ -66,7 +67,7 @@ def test_the_values_are_the_same_ones(members, placements, bandwidth):
     ranks, state = ranks_of(placements, members)
     timing = timing_of(attrs.evolve(CPU_CORE, link_bandwidth=bandwidth))
     beside = pfeife.overlap(timing)
-    result = check_pass(beside, ranks, state, [torch.randn(4, 16)] * 2)
+    result = check_pass(beside, ranks, state, [torch.randn(4, 16), torch.randn(4, 16)])
     assert [*map(len, map(begun_in, beside(result).bodies.values()))] == [
         *map(len, map(begun_in, result.bodies.values()))
     ]
@@ -170,6 +171,21 @@ def test_the_costs_are_less_by_what_is_hidden():
             sending = sum(map(timing.sending, nodes))
             assert max(computing, sending) <= call.seconds * (1 + 1e-9)
             assert before.seconds == pytest.approx(computing + sending)
+
+
+def test_a_machine_that_hides_a_part():
+    """Of what is sent it is kept busy by the rest; without collectives nothing is waited for, to
+    the bit."""
+    ranks, _ = ranks_of({"*.weight": 0}, rows=1024)
+    taken = []
+    for hidden in (1.0, 0.5):
+        machine = attrs.evolve(CPU_CORE, overlap=hidden)
+        changed = pfeife.overlap(timing_of(machine))(ranks)
+        taken.append(sum(call.seconds for call in changed.calls))
+    assert taken[0] < taken[1] < sum(call.seconds for call in ranks.calls)
+    alone = pfeife.fuse()(pfeife.capture(lambda x: (x.exp() / 3).sin().mean(), torch.ones(7)))
+    for body in alone.bodies.values():
+        assert sending_seconds(body, CPU_CORE) == telling_seconds(body, CPU_CORE) == 0.0
 
 
 def test_nothing_changes_where_nothing_is_hidden():
