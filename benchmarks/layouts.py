@@ -71,7 +71,7 @@ ROWS_ARE_SENT = Prices(
 # that it is cut along the sequence (context parallelism; in a ring keys and values go around).
 # Replicas without members share out
 # gradients and optimizer state (fsdp).
-KINDS: dict[str, Any] = {"tp": "auto", "ep": {"*.experts.*": 0}, "cp": {}, "ring": {}, "fsdp": None}
+KINDS: dict[str, Any] = {"tp": "cut", "ep": {"*.experts.*": 0}, "cp": {}, "ring": {}, "fsdp": None}
 
 
 @attrs.frozen

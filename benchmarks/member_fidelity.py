@@ -171,7 +171,7 @@ def side(case: models.Case, members: int, stages: int, family: str) -> Side:
     ranks = RANKS // members
     flat = pfeife.capture(case.step, *case.draw())
     local = pfeife.compose(
-        pfeife.shard("auto", members, unknown="gather", prices=member_prices(VIRTUAL)),
+        pfeife.shard("cut", members, unknown="gather", prices=member_prices(VIRTUAL)),
         pfeife.fuse(),
         pfeife.split_backward(),
     )(flat)

@@ -77,7 +77,7 @@ class Case:
     layers: int
     members: int
     tokens: int = 4096
-    placements: Placements | Literal["auto"] = "auto"
+    placements: Placements | Literal["cut"] = "cut"
     attention: Attention = "gather"
     rows: int = 1
 

@@ -51,7 +51,7 @@ def examined(family: str, name: str, out: Path, members: int) -> None:
             flat, state, microbatches, expected = _whole(build, torch.float32)
         row |= {"phase": "shard", "verdict": "refused"}
         prices = member_prices(machine("cpu-core"))
-        local = pfeife.shard("auto", members, unknown="gather", prices=prices)(flat)
+        local = pfeife.shard("cut", members, unknown="gather", prices=prices)(flat)
         parameters = local.ports(pfeife.Role.PARAMETER)
         row |= {"phase": "run", "verdict": "failed", "parameters": len(parameters)}
         row["cut"] = sum(port.split is not None for port in parameters)

@@ -1,6 +1,7 @@
 """What a step would take on machines that nobody has at hand: captured, planned, nothing run."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -35,7 +36,7 @@ from pfeife.passes import (
 from pfeife.passes.apply import apply, passes_of
 from pfeife.passes.compose import Recorded, compose
 from pfeife.passes.overlap import still_bounded, with_overlap
-from pfeife.passes.shard import Attention, Every, Placements
+from pfeife.passes.shard import Attention, Every, Placements, ways_to_share
 from pfeife.report import Run, Target, expected, forecast_of
 from pfeife.sched import plan as make_plan
 from pfeife.sched.by_family import Scheduling, splits
@@ -43,6 +44,7 @@ from pfeife.sched.cutting import RecomputePolicy, split_at
 from pfeife.sched.cutting.blocks import CutAt, cut_blocks
 from pfeife.sched.cutting.recompute_policy import check_policy
 from pfeife.sched.families.policies import policy
+from pfeife.sched.sharing import preferred
 
 
 @attrs.frozen(kw_only=True)
@@ -57,8 +59,9 @@ class Question:
     split_at: cuts by hand, {"blocks.4": "begin"}.
     replicas: pipelines that share the microbatches; data_parallel: what they do with gradients,
         "average" or "shard".
-    members: ranks that share the work of each stage, cut as `shard("auto", members)` does;
-        parallel: how they are cut otherwise, as `shard` takes it ("gathered");
+    members: ranks that share the work of each stage;
+        parallel: how parameters are cut over them, as `shard` takes it; "auto": all of them
+        ("cut"), unless with some of them gathered a step takes less and fits;
         attention: whether they "gather" keys and values of a sequence that is cut, or let them go
         around in a "ring".
     network: the links between all ranks, where they are not the machine's own; pipelines are
@@ -115,6 +118,11 @@ class Question:
     def each(self) -> int:
         """The ranks of a replica, each of which is a group of members."""
         return self.ranks // self.replicas // self.members
+
+    @property
+    def share(self) -> int:
+        """The microbatches of a replica."""
+        return self.microbatches // self.replicas
 
     @property
     def on(self) -> Machine:
@@ -205,8 +213,17 @@ def answer(flat: Program, question: Question, progress: Progress | None = None) 
 
 
 @seldom_collected()
-def outlook(clusters: Program, question: Question, progress: Progress | None = None) -> Outlook:
-    """What `forecast` says of the clusters that `clusters_of` has made for the question."""
+def outlook(
+    ways: Sequence[Program], question: Question, progress: Progress | None = None
+) -> Outlook:
+    """What `forecast` says of the first of the `clusters_of` a question that has a plan."""
+    for clusters in ways[:-1]:
+        with contextlib.suppress(ValueError):  # there is no room
+            return _outlook(clusters, question, progress)
+    return _outlook(ways[-1], question, progress)
+
+
+def _outlook(clusters: Program, question: Question, progress: Progress | None) -> Outlook:
     machine = question.on
     mesh, replicas = question.mesh, Replicas(question.replicas, question.data_parallel)
     # Two views of the links: those in a pipeline carry the messages of stages, those between the
@@ -239,9 +256,16 @@ def schedule_name(question: Question) -> str:
 
 
 @seldom_collected()
-def clusters_of(flat: Program, question: Question) -> Program:
+def clusters_of(flat: Program, question: Question) -> Sequence[Program]:
     """The clusters with costs, the same for all questions of one machine, one precision, as many
-    members of a stage and as many parts of a backward."""
+    members of a stage and as many parts of a backward; several if there are `ways_to_share`, as
+    `preferred`."""
+    ways = ways_to_share(question.parallel) if question.members > 1 else (question.parallel,)
+    clusters = [_clusters(flat, question, parallel) for parallel in ways]
+    return [clusters[at] for at in preferred(clusters, question.on, question.share, question.plan)]
+
+
+def _clusters(flat: Program, question: Question, parallel: Placements | Every) -> Program:
     passes = []
     if question.master is not None:
         wide = getattr(torch, question.master, None)
@@ -249,10 +273,10 @@ def clusters_of(flat: Program, question: Question) -> Program:
             raise ValueError(f"master={question.master!r}: must be a dtype such as 'float32'")
         passes.append(master_weights(wide))
     if question.members > 1:
-        prices = member_prices(question.on)
+        prices = member_prices(question.on, question.share)
         passes.append(
             shard(
-                question.parallel,
+                parallel,
                 question.members,
                 unknown="gather",
                 attention=question.attention,
@@ -282,7 +306,7 @@ def _plan(
     return make_plan(
         clusters,
         machine=machine,
-        microbatches=question.microbatches // question.replicas,
+        microbatches=question.share,
         ranks=question.each,
         stages=None if schedule_given else question.stages,
         schedule=question.schedule,

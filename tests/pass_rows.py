@@ -94,12 +94,12 @@ def with_plain_nodes(program: pfeife.Program, _: int) -> st.SearchStrategy[Drawn
 
 
 def over_members(program: pfeife.Program, microbatches: int) -> st.SearchStrategy[Drawn]:
-    """Some parameters cut along any dimensions, others gathered, each with a keeper or none: sums
-    that are cut are rounded otherwise."""
+    """Some parameters cut along any dimensions, others gathered, or either, each with a keeper or
+    none: sums that are cut are rounded otherwise."""
 
     def place(port: pfeife.Port, dim: int, members: int) -> int | str:
         is_cut = dim < len(port.shape) and not port.shape[dim] % members
-        return dim if is_cut else "gathered"
+        return dim if is_cut else "shared" if dim == 8 else "gathered"
 
     def sharded(drawn: tuple[int, dict[str, int], dict | None]) -> Drawn:
         members, dims, keepers = drawn
@@ -110,7 +110,7 @@ def over_members(program: pfeife.Program, microbatches: int) -> st.SearchStrateg
         return shard(places, members, unknown="gather", keepers=keepers), None
 
     names = [port.fqn for port in program.ports(pfeife.Role.PARAMETER)]
-    dims = st.fixed_dictionaries(dict.fromkeys(names, st.sampled_from([0, 1, 9])))
+    dims = st.fixed_dictionaries(dict.fromkeys(names, st.sampled_from([0, 1, 8, 9])))
     return st.tuples(st.sampled_from([2, 3]), dims, st.sampled_from([None, {}])).map(sharded)
 
 

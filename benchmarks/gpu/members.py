@@ -40,7 +40,7 @@ def cut(name: str, members: int, everything: bool, setting: Setting) -> dict[str
     whole = fused(name, setting)
     machine = default_machine(torch.device(setting.device))
     prices = EVERYTHING if everything else member_prices(machine)
-    local = pfeife.shard("auto", members, unknown="gather", prices=prices)(whole.flat)
+    local = pfeife.shard("cut", members, unknown="gather", prices=prices)(whole.flat)
     found = pfeife.evaluate(pfeife.fuse()(local), whole.state, whole.microbatches)
     wanted = values_of(pfeife.evaluate(whole.flat, whole.state, whole.microbatches))
     return {**alike(values_of(found), wanted, CUT), **collectives(local)}
@@ -90,7 +90,7 @@ def in_halves(setting: Setting) -> dict[str, Any]:
     wanted = values_of(pfeife.evaluate(flat, state, case.microbatches))
     prices = member_prices(default_machine(torch.device(setting.device)))
     for members in (2, 4):
-        local = pfeife.shard("auto", members, prices=prices)(flat)
+        local = pfeife.shard("cut", members, prices=prices)(flat)
         told = alike(values_of(pfeife.evaluate(local, state, case.microbatches)), wanted, HALVES)
         figures |= {f"{members} members: {name}": value for name, value in told.items()}
     return figures

@@ -190,7 +190,7 @@ MICROBATCHES = Flag("microbatches", count, required=True)
 PLAN = [  # what is divided, and what the planner may decide
     Flag("replicas", count, default=1),
     Flag("members", count, default=1),
-    Flag("parallel", one_of("auto", "gathered"), "HOW", "auto"),
+    Flag("parallel", one_of("auto", "cut", "gathered"), "HOW", "auto"),
     Flag("attention", one_of("gather", "ring"), "HOW", "gather"),
     Flag("stages", count),
     Flag(

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ class Captures:
 
     stored: StoredProgram | None
     by_size: dict[tuple[float, int | None], CapturedModel] = attrs.field(factory=dict)
-    clusters: dict[Any, Program] = attrs.field(factory=dict)
+    clusters: dict[Any, Sequence[Program]] = attrs.field(factory=dict)
 
     def size(self, options: argparse.Namespace) -> tuple[float, int | None]:
         """What a capture depends on: the rows of a microbatch (one, unless a batch is given) and
@@ -80,7 +80,7 @@ class Captures:
     ) -> Outlook:
         """The answer to a question about that program."""
         links = question.on.link_latency, question.on.link_bandwidth
-        how = str(question.parallel), question.attention
+        how = str(question.parallel), question.attention, question.share
         cut = (question.members, *how, links) if question.members > 1 else ()
         kind = (self.size(options), question.machine, question.master, question.splits, cut)
         if kind not in self.clusters:

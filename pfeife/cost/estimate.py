@@ -112,12 +112,14 @@ def sending_seconds(body: fx.GraphModule, machine: Machine) -> float:
     return waited
 
 
-def member_prices(machine: Machine) -> Prices:
-    """What members of a group pay on a machine, by these estimates: for `shard`."""
+def member_prices(machine: Machine, microbatches: int = 1) -> Prices:
+    """What members of a group pay on a machine, by these estimates, in a step of so many
+    microbatches: for `shard`."""
     return Prices(
         compute=lambda node: node_seconds(node, machine),
         send=machine.transfer_seconds,
         copy=lambda size: machine.launch_seconds + 2 * size / machine.memory_bandwidth,
+        once=lambda size: size / machine.link_bandwidth / microbatches,
     )
 
 

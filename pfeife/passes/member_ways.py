@@ -43,11 +43,13 @@ _TIES, _GOLDEN = 1e-4, 0.6180339887498949  # how far apart ties are put, of the 
 @attrs.frozen
 class Prices:
     """Seconds that a node takes where it is computed as a whole, that bytes take from one member
-    to another, and that they take to be copied."""
+    to another, that they take to be copied, and those of a microbatch for bytes that are sent once
+    a step."""
 
     compute: Callable[[fx.Node], float]
     send: Callable[[int], float]
     copy: Callable[[int], float]
+    once: Callable[[int], float] = lambda size: 0.0
 
 
 def member_ways(
@@ -140,7 +142,17 @@ class _Problem:
     def _seconds(self, node: fx.Node, way: Way) -> float:
         share = 1 / self.ways.members if way.cut else 1.0
         seconds = share * self.prices.compute(node) + self._passed(node, way)
+        if node.name in self.fqns:
+            seconds += self._held(node, way)
         return self.count[self.kinds[node]] * seconds
+
+    def _held(self, node: fx.Node, way: Way) -> float:
+        """Seconds in which members are told what they have of a parameter, and keepers its
+        gradient, to which each microbatch adds its own."""
+        members = self.ways.members
+        size = node_bytes(node) // (1 if way.results[0] is None else members)
+        told = 2 * (members - 1) * self.prices.once(size // members)
+        return told + self.prices.copy(size + size // 2)
 
     def _passed(self, node: fx.Node, way: Way) -> float:
         """Seconds in which parts of its operands go around all members."""

@@ -20,8 +20,9 @@ from pfeife.passes.member_graph import Member
 from pfeife.passes.member_ways import Prices, member_ways
 
 Attention = Literal["gather", "ring"]
-Every = Literal["auto", "gathered"]  # what all parameters may be
-Placements = Mapping[str, int | Place | Literal["cut", "auto", "gathered"] | None]
+Every = Literal["auto", "cut", "gathered"]  # what all parameters may be
+Word = Literal["shared", "cut", "gathered", "auto"]
+Placements = Mapping[str, int | Place | Word | None]
 
 
 def shard(
@@ -40,8 +41,9 @@ def shard(
     `Place(0, 3)` cuts each of three blocks of it, as of queries, keys and values in one; "cut"
     means along any that `members` divide, "auto" there or not at all, None (and a parameter that is
     not named) not at all. "gathered" is whole on all members in a step, which are told it before,
-    however many microbatches this has; so is what shall be "cut" and cannot. "auto" alone is "cut"
-    for all that has several dimensions, and "auto" for the rest; "gathered" alone is that for all.
+    however many microbatches this has; so is what shall be "cut" and cannot. "shared" is either,
+    whichever takes less by `prices`. "cut" alone is that for all that has several dimensions, and
+    "auto" for the rest; "auto" alone is "shared" for these; "gathered" alone is that for all.
 
     Everything else follows by a linear program: each operation is computed along one of its
     factors, or as a whole, so that by `prices` a step takes least. Without these that is where the
@@ -85,7 +87,7 @@ def shard(
         shared = {
             port.fqn
             for port in program.ports(Role.PARAMETER)
-            if port.fqn in splits or wanted[port.name] in ("cut", "gathered")
+            if port.fqn in splits or wanted[port.name] in ("shared", "cut", "gathered")
         }
         return local if keepers is None else _kept(local, shared, keepers)
 
@@ -97,6 +99,7 @@ _FEWEST_BYTES = Prices(
     compute=lambda node: 1e-3 * node_bytes(node),
     send=lambda size: size + 1.0,
     copy=lambda size: 1e-3 * size,
+    once=float,
 )
 
 
@@ -109,7 +112,7 @@ def _ways(
     """In which ways its nodes may be computed where parameters are cut so."""
     ports = program.ports(Role.PARAMETER)
     places = {port.name: _places(port, wanted[port.name], members) for port in ports}
-    free = {name for name, place in wanted.items() if place in ("cut", "auto")}
+    free = {name for name, place in wanted.items() if place in ("shared", "cut", "auto")}
     return Ways(program, members, places, free, rules)
 
 
@@ -169,11 +172,17 @@ def _kept(program: Program, shared: Container[str], keepers: Mapping[str, int]) 
     return attrs.evolve(program, inputs=inputs, outputs=outputs)
 
 
-def of_all(every: Every, ports: Sequence[Port]) -> dict[str, Literal["cut", "auto", "gathered"]]:
+def ways_to_share(parallel: Placements | Every) -> Sequence[Placements | Every]:
+    """What of a model's placements has to be tried: "auto" does not know what is sent beside what
+    is computed, nor how much memory there is."""
+    return ("auto", "cut") if parallel == "auto" else (parallel,)
+
+
+def of_all(every: Every, ports: Sequence[Port]) -> dict[str, Word]:
     """What a word alone means for parameters, by their names."""
-    if every == "gathered":
-        return dict.fromkeys((port.fqn for port in ports), every)
-    return {port.fqn: "cut" if len(port.shape) > 1 else "auto" for port in ports}
+    shared: Word = "shared" if every == "auto" else every
+    vectors: Word = "gathered" if every == "gathered" else "auto"
+    return {port.fqn: shared if len(port.shape) > 1 else vectors for port in ports}
 
 
 def _wanted(program: Program, given: Placements | Every) -> dict[str, Any]:
@@ -184,7 +193,7 @@ def _wanted(program: Program, given: Placements | Every) -> dict[str, Any]:
     sparse = {n for n, v in values.items() if v is not None and v.layout != torch.strided}
     fqns = {port.name: port.fqn for port in ports}
     return {
-        name: "gathered" if fqns[name] in sparse and place in ("cut", "auto") else place
+        name: "gathered" if fqns[name] in sparse and isinstance(place, str) else place
         for name, place in _by_name(ports, given).items()
     }
 

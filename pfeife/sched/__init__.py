@@ -5,7 +5,8 @@ is made again, `by_family` and `joint` decide cuts and schedule together, `repli
 replicas reduce; read these first, then `families/` (schedules by a formula), `cutting/` (where to
 cut), `search/` (schedules that are looked for). `microbatches` chooses how many, `fixed_placement`
 cuts a program where another one has its state, `adopt_plan` checks a plan that somebody brings,
-`simulation` runs a schedule in simulated time. The names below are what most people need; the
+`sharing` says which way to share parameters among members is planned first, `simulation` runs a
+schedule in simulated time. The names below are what most people need; the
 folders have the rest.
 """
 

@@ -10,6 +10,7 @@ import tempfile
 from operator import attrgetter
 from pathlib import Path
 
+import attrs
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from transformers.distributed import DistributedConfig
 import pfeife
 from pfeife import sched
 from pfeife._torch import is_absent
+from pfeife.backend.building.compiled import Compiled
 from pfeife.cost import estimate, machine, memory_curves, timing_of
 from pfeife.factors import Place
 from pfeife.integrations.transformers import pipelined
@@ -257,7 +259,7 @@ def memory_of_members_is_as_said() -> None:
     cut, way = {"*.weight": 0, "*.qkv.weight": Place(0, 3)}, pfeife.compose
     programs = (
         *((PLACES, None, way(), few), (PLACES, None, beside, few), (cut, None, beside, few)),
-        *(("auto", None, way(), few), ("auto", None, beside, few), ("gathered", {}, way(), few)),
+        *(("cut", None, way(), few), ("cut", None, beside, few), ("gathered", {}, way(), few)),
         # Sums of more than 64 KiB are added up in parts.
         *((PLACES, None, way(), many), (PLACES, None, beside, many)),
     )
@@ -365,7 +367,50 @@ def a_loop_of_compiled_bodies() -> None:
 
 @row(ranks=(2, 4))
 def a_loop_that_nobody_has_said_how_to_cut() -> None:
-    trained_alike(members=2, parallel="auto")
+    trained_alike(members=2, parallel="auto", schedule="zb-h1")
+    trained_alike(members=2, parallel="cut")
+
+
+@row(ranks=(2, 4))
+def parameters_are_gathered_where_there_is_room() -> None:
+    """Of many microbatches, as long as they fit; a plan knows for which program it was made."""
+    fast = attrs.evolve(CPU_CORE, link_bandwidth=1e9)
+
+    def trained_with(**options) -> tuple[int, Compiled]:
+        """How many parameters are gathered, of a loop as on one device."""
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))).double()
+        plain = copy.deepcopy(model)
+        step = pfeife.compile(
+            lambda x: model(x).square().mean(),
+            **{"members": 2, "microbatches": 8, "machine": fast, "optimizer": "AdamW"},
+            **options,
+        )
+        batches = [torch.randn(64, 64).double() for _ in range(2)]
+        torch.testing.assert_close(
+            [*trained(step, model, batches)],
+            [*trained(lambda x: plain(x).square().mean(), plain, batches)],
+            **{"rtol": 1e-12, "atol": 0},
+        )
+        alike(model, plain)
+        (compiled,) = step.backend.compiled
+        ports = compiled.program.ports(pfeife.Role.PARAMETER)
+        return sum(port.split is None and port.keeper is not None for port in ports), compiled
+
+    def peak(compiled: Compiled) -> int:
+        curves = memory_curves(compiled.program, compiled.schedule, optimizer="AdamW")
+        return max(curve.peak for curve in curves)
+
+    gathered, by_time = trained_with()
+    none, by_parts = trained_with(parallel="cut")
+    assert (gathered, none) == (6, 0) and peak(by_parts) < peak(by_time)
+    few, by_room = trained_with(memory_limit=peak(by_parts))
+    assert peak(by_room) <= peak(by_parts)
+    assert few == 0 or by_room.plan.stages > 1, "other stages may hold what is gathered"
+    again, _ = trained_with(plan=by_time.plan)
+    assert again == 6
+    with pytest.raises(ValueError, match="the best plan found needs"):
+        trained_with(memory_limit=peak(by_parts) // 2)
 
 
 class Routed(nn.Module):
@@ -602,7 +647,7 @@ def averages_and_writes_over_members() -> None:
 def lengths_over_members() -> None:
     """Two programs serve all of them: the second one leaves the length open."""
     sgd = functools.partial(torch.optim.SGD, lr=0.1)
-    loop = Loop(sgd, parallel="auto", schedule="zb-h1")
+    loop = Loop(sgd, parallel="cut", schedule="zb-h1")
     for length in (6, 9, 7, 12, 6, 5):
         loop.tokens = torch.randint(24, (8, length))
         loop.train(1)
@@ -769,7 +814,7 @@ class Odd(nn.Module):
 @row(ranks=(2,))
 def what_members_do_not_divide() -> None:
     """Is whole on one of them, and on the others in a step, as it lies on that one."""
-    for parallel in ("auto", "gathered"):
+    for parallel in ("cut", "gathered"):
         torch.manual_seed(0)
         model, tokens = Odd().double(), torch.randint(24, (8, 6))
         plain = copy.deepcopy(model)

@@ -894,6 +894,20 @@ def an_optimizer_is_stepped_on_one_rank():
 
 
 @row(ranks=(2,))
+def an_optimizer_of_another_model_is_stepped_on_one_rank():
+    """It is no concern of the other ranks."""
+    _, step, mine, *_ = trained()
+    other = torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)
+    with said() as found:
+        for seed in range(3):
+            step(rows(seed)).backward()
+            stepped(mine)
+            if torch.distributed.get_rank() == 0:
+                other.step()
+    assert not found, found
+
+
+@row(ranks=(2,))
 def optimizers_of_single_parameters_in_backward():
     """Each is stepped where its parameter is."""
     model, step, *_ = trained()

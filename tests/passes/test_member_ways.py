@@ -42,7 +42,7 @@ def captured(blocks=2, width=1024, rows=2048):
     return pfeife.capture(lambda x: net(x).square().mean(), x)
 
 
-def cut(program, members, placements="auto"):
+def cut(program, members, placements="cut"):
     prices = member_prices(H100)
     return pfeife.shard(placements, members, unknown="gather", prices=prices)(program)
 
@@ -94,6 +94,20 @@ def test_what_is_known_stays(members):
     known = {"*": "auto", "0.norm.weight": "cut", "0.up.weight": None, "0.down.weight": "cut"}
     places = places_of(cut(flat, members, known))
     assert {"0.norm.weight", "0.down.weight"} <= places.keys() and "0.up.weight" not in places
+
+
+def test_what_is_sent_once_a_step_costs_less_of_many_microbatches():
+    """Parameters are gathered for all of them, rather than parts of activations for each."""
+    flat = captured(1, 1024, 256)
+    whole = []
+    for microbatches in (1, 8):
+        prices = member_prices(H100, microbatches)
+        local = pfeife.shard("auto", 2, unknown="gather", prices=prices, keepers={})(flat)
+        ports = local.ports(pfeife.Role.PARAMETER)
+        kept = [port for port in ports if port.split is None and port.keeper is not None]
+        whole.append({port.fqn for port in kept})
+    few, many = whole
+    assert few < many and "0.up.weight" in many
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 16), (4, 64, 16), (1, 2, 16)])

@@ -3,12 +3,14 @@
 import functools
 import itertools
 
+import attrs
 import pytest
 import torch
 from torch import nn
 
 import pfeife
 from pfeife import report
+from pfeife.cost import machine
 from pfeife.data.advice import advice
 from pfeife.data.forecast import KINDS
 from pfeife.data.link import LinkKind, link_kind
@@ -103,6 +105,35 @@ def test_members_of_a_group():
     assert parts["members"] > 0 and sum(parts.values()) == pytest.approx(two.step_seconds)
     assert "members" not in {wait.kind for wait in one.waits}
     assert "2 x 2 ranks" in report.forecast_summary(two)
+
+
+def test_members_share_parameters_as_takes_least():
+    """Of many microbatches of few rows parameters are gathered, where there is room for that; with
+    one they are cut."""
+    net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    flat = pfeife.capture(lambda x: net(x).square().mean(), torch.zeros(256, 256))
+    core = attrs.evolve(machine("cpu-core"), link_bandwidth=1e9)
+
+    def told(parallel, microbatches, **limit):
+        question = {"machine": core, "ranks": 2, "members": 2, "parallel": parallel, **limit}
+        return pfeife.forecast(flat, microbatches=microbatches, **question)
+
+    def gathered(outlook):
+        ports = outlook.ranks.ports(pfeife.Role.PARAMETER)
+        return sum(port.keeper is not None and port.split is None for port in ports)
+
+    cut, every, best = (told(way, 64) for way in ("cut", "gathered", "auto"))
+    least = min(cut.forecast.step_seconds, every.forecast.step_seconds)
+    assert best.forecast.step_seconds <= least
+    assert (gathered(cut), gathered(best)) == (0, 4)
+    assert gathered(told("auto", 1)) == 0
+    peak = max(cut.forecast.peak_bytes)
+    assert peak < max(best.forecast.peak_bytes)
+    assert gathered(told("auto", 64, memory_limit=peak)) == 0
+    with pytest.raises(ValueError, match="the best plan found needs"):
+        told("auto", 64, memory_limit=peak // 2)
+    again = told("auto", 1, plan=told("auto", 64).plan)
+    assert gathered(again) == 4, "a plan knows for which programs it was made"
 
 
 def test_members_have_links_of_their_own():

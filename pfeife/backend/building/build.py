@@ -7,6 +7,7 @@
 Each phase is a function of those before; what is built is given on and changed by none.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -53,7 +54,8 @@ from pfeife.report import Target
 from pfeife.runtime.distributed.control.agreement import comparable
 from pfeife.runtime.distributed.world.world import World
 from pfeife.runtime.failure import CollectiveError
-from pfeife.sched.by_family import splits
+from pfeife.sched.by_family import Scheduling, splits
+from pfeife.sched.sharing import preferred
 
 log = logging.getLogger("pfeife")
 
@@ -87,9 +89,9 @@ def estimated_seconds(
     show = Shown(log, logging.DEBUG)
     task = Task(builder, graph, args, None, torch.device("cpu"), show, artifacts, {})
     try:
-        captured, _ = capture(task)
-        clusters = _fused(task, captured.program, split=False)[-1].program
-        priced = _priced(task, clusters, task.machine(clusters))
+        captured, flat = capture(task)[-1]
+        machine = task.machine(captured.program)
+        priced = _priced(task, _fused(task, flat, split=False), {}, machine)[-1].program
     except ValueError as error:
         log.debug("the time of a graph is not known: %s", error)
         return None
@@ -114,63 +116,103 @@ def _check_apart(options: Options, program: Program) -> None:
         )
 
 
+@attrs.frozen(eq=False)
+class _Decided:
+    """A way that a step may go: the programs up to its clusters with their seconds; its plan, the
+    programs from there to that of the ranks, and what the planner has tried."""
+
+    captured: Captured
+    way: History
+    plan: Plan
+    history: History
+    tried: list[Tried]
+
+
 @seldom_collected()
 def _compiled(task: Task) -> Compiled:
     """All phases, for this process."""
     options, world = task.options, task.world
     has_values = task.has_values  # before ranks come to own what this step trains
     # The only phase that may run the step. All later ones work on programs.
-    captured, flat = capture(task)
-    program = captured.program
+    ways = capture(task)
+    captured, _ = ways[-1]
     _warn(task, captured)
-    machine, order = task.machine(program), scheduling(options, program)
-    fused = _fused(task, program, splits(order))
+    machine, order = task.machine(captured.program), scheduling(options, captured.program)
     # Rank 0 decides: marks on its tensors need not be on those of others.
     hint, most = _declared(task, captured)
-    clusters = _priced(task, resized(fused[-1].program, hint), machine)
-    replicas = options.replicated({})
-    passes = with_overlap(task.passes, program.members, timing_of(machine))
-    planning = Planning(options, clusters, order, machine, passes, replicas, earlier=task.earlier)
+    fused = [(each, _fused(task, flat, splits(order))) for each, flat in ways]
+    ways = [(each, _priced(task, way, hint, machine)) for each, way in fused]
+    programs = [way[-1].program for _, way in ways]
     # Options, operations and costs: where ranks agree on these, they make the same plan of them.
-    text = f"{task.builder.asked}\n{clusters}"
+    text = "\n".join([task.builder.asked, *map(str, programs)])
     if world:
         world.check_agreement(text, "the program")
     if options.apart > 1:
-        _check_apart(options, program)
-    if world:
-        task.builder.lay_out(world, task.args, planning)
-    tried: list[Tried] = []
+        _check_apart(options, captured.program)
     target = task.target(machine)
-    plan, history = _planned(task, captured, planning, tried)
-    if not _fits(plan, history[-1].program, target, most):
-        # What the sizes to plan for allow does not hold the largest ones: planned for these.
-        clusters = _priced(task, resized(fused[-1].program, most), machine)
-        planning = attrs.evolve(planning, clusters=clusters)
-        plan, history = _planned(task, captured, planning, tried)
-    program = history[-1].program
+    tries = [ways[at] for at in preferred(programs, machine, options.share, options.plan)]
+    decided = _decided(task, tries, order, target, most)
+    plan, clusters, program = decided.plan, decided.way[-1].program, decided.history[-1].program
     # Passes of the caller's and plans by hand come out here: what would deadlock is refused before
     # it runs.
     schedule = verify_schedule(lower(plan.schedule, program))
     predicted = functools.partial(
         predict, program, schedule, machine, target.network, target.between
     )
-    task.artifacts.history(history)
+    task.artifacts.history(decided.history)
     task.artifacts.decisions(plan, schedule, predicted)
-    priced = Recorded("annotate", clusters, fused[-1].program)
-    way = History((*flat, *fused[1:], priced, *history[1:]))
+    way = History((*decided.way, *decided.history[1:]))
     if options.check and has_values:
-        check_own_passes(task, captured, way)
-    pipeline, borrowed = assemble(task, captured, program, schedule)
+        check_own_passes(task, decided.captured, way)
+    pipeline, borrowed = assemble(task, decided.captured, program, schedule)
     digest = hashlib.sha256(comparable(text).encode()).hexdigest()[:16]
     devices = task.devices(len(plan.schedule.ranks))
     # In one process the state stays one object, and moves to the device of its stage.
     lives = devices_of(program, devices, captured.carried) if devices else {}
     return Compiled(
-        *(captured, clusters, plan, program, schedule, pipeline, digest, borrowed, way, lives),
-        target,
-        tried,
+        *(decided.captured, clusters, plan, program, schedule, pipeline, digest),
+        *(borrowed, way, lives, target, decided.tried),
         fitting=[most],
     )
+
+
+def _decided(
+    task: Task,
+    ways: Sequence[tuple[Captured, History]],
+    order: Scheduling,
+    target: Target,
+    most: dict[str, int],
+) -> _Decided:
+    """The first way that has a plan."""
+    for captured, way in ways[:-1]:
+        with contextlib.suppress(CollectiveError):  # there is no room
+            return _with_plan(task, captured, way, order, target, most)
+    return _with_plan(task, *ways[-1], order, target, most)
+
+
+def _with_plan(
+    task: Task,
+    captured: Captured,
+    way: History,
+    order: Scheduling,
+    target: Target,
+    most: dict[str, int],
+) -> _Decided:
+    """A way with its plan, made for the sizes that are declared, or where that does not hold the
+    largest ones, for these."""
+    options, machine, clusters = task.options, target.machine, way[-1].program
+    passes = with_overlap(task.passes, clusters.members, timing_of(machine))
+    replicas = options.replicated({})
+    planning = Planning(options, clusters, order, machine, passes, replicas, earlier=task.earlier)
+    if task.world:
+        task.builder.lay_out(task.world, task.args, planning)
+    tried: list[Tried] = []
+    plan, history = _planned(task, captured, planning, tried)
+    if not _fits(plan, history[-1].program, target, most):
+        way = _priced(task, History(way[:-1]), most, machine)
+        planning = attrs.evolve(planning, clusters=way[-1].program)
+        plan, history = _planned(task, captured, planning, tried)
+    return _Decided(captured, way, plan, history, tried)
 
 
 def _warn(task: Task, captured: Captured) -> None:
@@ -198,9 +240,10 @@ def _declared(task: Task, captured: Captured) -> tuple[dict[str, int], dict[str,
     return hint, most
 
 
-def _fused(task: Task, program: Program, split: bool) -> History:
-    """The clusters, with their backwards split if they shall be, and what passes make of them."""
-    options = task.options
+def _fused(task: Task, flat: History, split: bool) -> History:
+    """The programs up to the clusters, with their backwards split if they shall be, and what passes
+    make of them."""
+    options, program = task.options, flat[-1].program
     borders = {
         **(options.split_at or {}),
         **boundaries(options.partition),
@@ -216,14 +259,15 @@ def _fused(task: Task, program: Program, split: bool) -> History:
         clusters = history[-1].program
         phase.outcome = lambda: f"{clusters.units} clusters"
     task.artifacts.history(history)
-    return history
+    return History((*flat, *history[1:]))
 
 
-def _priced(task: Task, clusters: Program, machine: Machine) -> Program:
-    """The clusters with their seconds."""
+def _priced(task: Task, fused: History, sizes: Mapping[str, int], machine: Machine) -> History:
+    """The programs up to the clusters with their seconds, of such sizes."""
+    clusters = resized(fused[-1].program, sizes)
     priced = annotate(costs_of(task.options, clusters, machine, task.show))(clusters)
     task.artifacts.program("annotate", priced)
-    return priced
+    return History((*fused, Recorded("annotate", priced, fused[-1].program)))
 
 
 def _planned(

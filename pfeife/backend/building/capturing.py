@@ -1,5 +1,7 @@
 """The first phase: the program of a microbatch, checked on the first call."""
 
+from collections.abc import Sequence
+
 import attrs
 
 from pfeife import _torch
@@ -17,24 +19,26 @@ from pfeife.passes.compose import History, Pass
 from pfeife.runtime.distributed.world.together import together
 
 
-def capture(task: Task) -> tuple[Captured, History]:
-    """The program of a microbatch, and what the passes made of it; if a rank refuses the step, all
-    do (collective)."""
+def capture(task: Task) -> Sequence[tuple[Captured, History]]:
+    """The program of a microbatch, and how passes made it, in each way to cut it over members; if
+    a rank refuses the step, all do (collective)."""
 
-    def run() -> History:
+    def run() -> list[History]:
         # Ours first, so that the caller's passes see the program that is going to run.
-        passes = *_passes(task, captured), *task.passes.get("flat", ())
-        return record(captured.program, *passes, start="capture")
+        first, last = _passes(task, captured), task.passes.get("flat", ())
+        ways = [(*first, *way, *last) for way in sharding(task, captured)]
+        return [record(captured.program, *passes, start="capture") for passes in ways]
 
     with task.show.phase("capturing") as phase:
         captured = together(lambda: _checked(task), task.world, "the captured program")
         # Also of what is refused later: it is then that somebody reads it.
         task.artifacts.program("capture", captured.program)
         task.artifacts.premises(captured.program.premises)
-        history = together(run, task.world, "what passes make of the captured program")
-        phase.outcome = lambda: _counted(history[-1].program)
-    task.artifacts.history(history)
-    return attrs.evolve(captured, program=history[-1].program), history
+        ways = together(run, task.world, "what passes make of the captured program")
+        phase.outcome = lambda: _counted(ways[-1][-1].program)
+    for way in ways:
+        task.artifacts.history(way)
+    return [(attrs.evolve(captured, program=way[-1].program), way) for way in ways]
 
 
 @_torch.one_at_a_time
@@ -67,7 +71,7 @@ def _checked(task: Task) -> Captured:
 
 def _passes(task: Task, captured: Captured) -> list[Pass]:
     """What makes sums of gradients, and the caller's own parameters, as wide as was asked for, has
-    batch norms track the whole batch, and cuts operations over the members of a group."""
+    batch norms track the whole batch."""
     wide, narrow = task.options.accumulate, task.options.param_dtype
     passes = [] if wide is None else [accumulate_in(wide)]
     if task.options.deferred_batch_norm:
@@ -77,7 +81,7 @@ def _passes(task: Task, captured: Captured) -> list[Pass]:
         for dtype in sorted({slots[port.name].dtype for port in ports} - {narrow}, key=str):
             masters = {port.name for port in ports if slots[port.name].dtype == dtype}
             passes.append(master_weights(dtype, masters))
-    return passes + sharding(task, captured)
+    return passes
 
 
 def check_own_passes(task: Task, captured: Captured, history: History) -> None:

@@ -1,8 +1,9 @@
 """The options `parallel` and `members`: how a step's parameters are cut over a group of ranks."""
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
@@ -14,16 +15,18 @@ from pfeife.frontend.placements import placements
 from pfeife.ir.parts import Role
 from pfeife.passes import shard
 from pfeife.passes.compose import Pass
-from pfeife.passes.shard import Every, Placements, of_all
+from pfeife.passes.shard import Every, Placements, Word, of_all, ways_to_share
 from pfeife.runtime.distributed.state.owned import Owned
 
 
-def sharding(task: Task, captured: Captured) -> list[Pass]:
-    """The passes that make the program that of one member, none where there is one alone. Raises
-    ValueError in one process, which cannot be several members."""
-    members = task.options.members
+def sharding(task: Task, captured: Captured) -> Sequence[Sequence[Pass]]:
+    """The passes that make the program that of one member, none where there is one alone, for each
+    of the `ways_to_share` parameters. Raises ValueError in one process, which cannot be several
+    members."""
+    options = task.options
+    members = options.members
     if members == 1:
-        return []
+        return [[]]
     if task.world is None:
         raise ValueError(
             f"option members={members}: the members of a group are processes; start {members} for "
@@ -31,25 +34,26 @@ def sharding(task: Task, captured: Captured) -> list[Pass]:
         )
     owned = _owned(task, captured)
     keepers = {name: owner.member for name, owner in owned.items() if owner.member is not None}
-    parallel: Any = task.options.parallel
-    every = isinstance(parallel, str)
-    return [
-        shard(
-            _of_all(parallel, captured, owned) if every else _placements(task, captured),
-            members,
-            unknown="gather" if every else "refuse",
-            attention=task.options.attention,
-            keepers=keepers,
-            prices=member_prices(task.machine(captured.program)),
-            decided=task.world.decided_by_rank_zero,
-        )
-    ]
+    every = isinstance(options.parallel, str)
+    sharded = functools.partial(
+        shard,
+        members=members,
+        unknown="gather" if every else "refuse",
+        attention=options.attention,
+        keepers=keepers,
+        prices=member_prices(task.machine(captured.program), options.share),
+        decided=task.world.decided_by_rank_zero,
+    )
+    if not every:
+        return [[sharded(_placements(task, captured))]]
+    ways: Any = ways_to_share(options.parallel)
+    return [[sharded(_of_all(way, captured, owned))] for way in ways]
 
 
 def _of_all(every: Every, captured: Captured, owned: Mapping[str, Owned]) -> Placements:
-    """All that may be cut is, or all is gathered; but what an earlier program has shared among
-    members, or not, stays so."""
-    shared: Literal["cut", "gathered"] = "cut" if every == "auto" else every
+    """The same for all of them; but what an earlier program has shared among members, or not, stays
+    so."""
+    shared: Word = "shared" if every == "auto" else every
     known: Placements = {
         name: None if owner.member is None else shared for name, owner in owned.items()
     }

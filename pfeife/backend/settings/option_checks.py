@@ -255,9 +255,9 @@ def check_parallel(instance: object, attribute: attrs.Attribute, value: Any) -> 
     names = isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
     if not names and (not isinstance(value, str) or value not in get_args(Every)):
         raise ValueError(
-            f"option parallel={value!r}: must be 'auto', 'gathered', or a mapping from patterns of "
-            "modules' names to torch's styles (ColwiseParallel()) or Hugging Face's words "
-            "('colwise'), or from those of parameters' names to dimensions"
+            f"option parallel={value!r}: must be 'auto', 'cut', 'gathered', or a mapping from "
+            "patterns of modules' names to torch's styles (ColwiseParallel()) or Hugging Face's "
+            "words ('colwise'), or from those of parameters' names to dimensions"
         )
 
 
@@ -317,7 +317,7 @@ def check_together(options: Any) -> None:
     what, order = ("plan", plan.schedule) if plan is not None else ("schedule", schedule)
     if not isinstance(order, Schedule):
         return
-    each = options.microbatches // options.replicas
+    each = options.share
     of_each = f" for each of {options.replicas} replicas" if options.replicas > 1 else ""
     if order.microbatches != each:
         raise ValueError(

@@ -168,11 +168,12 @@ class ReplicaOptions:
         links and a step is faster that way by estimate, the ranks of the replicas are.
     members: How many ranks share the work of each stage. A stage's ranks are neighbours, and a
         `mesh` gives them as its dimension `"tp"`. See [parallelism inside a stage](sharding.md).
-    parallel: How parameters are cut over the members: `"auto"`, or patterns of modules' names to
+    parallel: How parameters are shared among members: `"cut"`, each along the dimension that takes
+        least; `"gathered"`, one member keeps it and tells the others all of it once a step;
+        `"auto"`, whichever takes less, as far as there is room. Or patterns of modules' names to
         torch's styles (`{"*.up": ColwiseParallel()}`) or Hugging Face's words (as
-        `config.base_model_tp_plan` and `base_model_ep_plan`), or of parameters to dimensions.
-        `"gathered"`, for all or in such a pattern: one member keeps it and tells the others all of
-        it once a step.
+        `config.base_model_tp_plan` and `base_model_ep_plan`), or of parameters to dimensions or
+        `"gathered"`.
     attention: How members that have parts of a sequence read its keys and values: they `"gather"`
         all of them, or let them go around in a `"ring"`, block by block.
     """

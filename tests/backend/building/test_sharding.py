@@ -29,7 +29,7 @@ def test_a_mesh_gives_the_members():
         ({"parallel": PLAN}, "say with members= over how many ranks"),
         ({"attention": "ring"}, "say with members= how many share a stage"),
         ({"attention": "around", "members": 2}, r"must be one of \['gather', 'ring'\]"),
-        ({"parallel": ["colwise"]}, "option parallel=.*must be 'auto', 'gathered', or a mapping"),
+        ({"parallel": ["colwise"]}, "option parallel=.*must be 'auto', 'cut', 'gathered', or a"),
         ({"parallel": PLAN, "members": 2, "cuda_graphs": True}, "leave cuda_graphs out"),
         ({"parallel": PLAN, "members": 3, "mesh": Mesh(1, members=2)}, "which has 2"),
     ],

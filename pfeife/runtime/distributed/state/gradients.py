@@ -85,7 +85,8 @@ class Gradients:
         self._check_apart(optimizer, parameters)
         for group in optimizer.param_groups:
             text = _described(optimizer, group)
-            self.stepped.add(text)
+            if any(parameter in self.owned for parameter in group["params"]):
+                self.stepped.add(text)
             # Schedulers set groups, so a rank that leaves one out shows in what it steps with.
             shared = self._shared(group["params"])
             # Without a gradient here nothing of the group is stepped: nothing to compare.

@@ -1,0 +1,36 @@
+"""Which way to share parameters among members is to be planned."""
+
+from collections.abc import Sequence
+
+from pfeife.cost.estimate import timing_of
+from pfeife.data.machine import Machine
+from pfeife.data.plan import Plan
+from pfeife.ir.digest import program_digest
+from pfeife.ir.program import Program
+from pfeife.lowering.lower import lower
+from pfeife.lowering.predict import predict
+from pfeife.passes.apply import apply
+from pfeife.passes.overlap import overlap
+from pfeife.sched.families.policies import gpipe
+
+
+def preferred(
+    ways: Sequence[Program], machine: Machine, microbatches: int, plan: Plan | None = None
+) -> list[int]:
+    """Which of the clusters with costs of a step are to be planned, in their order, where members
+    share parameters as `ways_to_share` says: the first ones, which need more memory, only where
+    they take less as a single stage; of a `plan` those that it was made for."""
+    last = len(ways) - 1
+    if not last:
+        return [last]
+    if plan is not None:
+        return [at for at, way in enumerate(ways) if program_digest(way) == plan.program] or [last]
+    gathered, cut = (_alone_seconds(clusters, machine, microbatches) for clusters in ways)
+    return [0, 1] if gathered < cut else [1]
+
+
+def _alone_seconds(clusters: Program, machine: Machine, microbatches: int) -> float:
+    """A step's, as a single stage."""
+    plan = Plan((0,) * clusters.units, gpipe(1, microbatches))
+    program = overlap(timing_of(machine))(apply(plan)(clusters))
+    return predict(program, lower(plan.schedule, program), machine).seconds
