@@ -1,6 +1,5 @@
 """What a step would take on machines that nobody has at hand: captured, planned, nothing run."""
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,7 +43,7 @@ from pfeife.sched.cutting import RecomputePolicy, split_at
 from pfeife.sched.cutting.blocks import CutAt, cut_blocks
 from pfeife.sched.cutting.recompute_policy import check_policy
 from pfeife.sched.families.policies import policy
-from pfeife.sched.sharing import preferred
+from pfeife.sched.sharing import first_planned, preferred
 
 
 @attrs.frozen(kw_only=True)
@@ -217,10 +216,7 @@ def outlook(
     ways: Sequence[Program], question: Question, progress: Progress | None = None
 ) -> Outlook:
     """What `forecast` says of the first of the `clusters_of` a question that has a plan."""
-    for clusters in ways[:-1]:
-        with contextlib.suppress(ValueError):  # there is no room
-            return _outlook(clusters, question, progress)
-    return _outlook(ways[-1], question, progress)
+    return first_planned(ways, lambda way: _outlook(way, question, progress), ValueError)
 
 
 def _outlook(clusters: Program, question: Question, progress: Progress | None) -> Outlook:

@@ -1,6 +1,8 @@
-"""Which way to share parameters among members is to be planned."""
+"""Which of the ways to share parameters among members is planned."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from pfeife.cost.estimate import timing_of
 from pfeife.data.machine import Machine
@@ -12,6 +14,9 @@ from pfeife.lowering.predict import predict
 from pfeife.passes.apply import apply
 from pfeife.passes.overlap import overlap
 from pfeife.sched.families.policies import gpipe
+
+Way = TypeVar("Way")
+Planned = TypeVar("Planned")
 
 
 def preferred(
@@ -27,6 +32,17 @@ def preferred(
         return [at for at, way in enumerate(ways) if program_digest(way) == plan.program] or [last]
     gathered, cut = (_alone_seconds(clusters, machine, microbatches) for clusters in ways)
     return [0, 1] if gathered < cut else [1]
+
+
+def first_planned(
+    ways: Sequence[Way], planned: Callable[[Way], Planned], refused: type[Exception]
+) -> Planned:
+    """What is `planned` of the first way that is not `refused`, as where it finds no room. Raises
+    what the last one raises."""
+    for way in ways[:-1]:
+        with contextlib.suppress(refused):
+            return planned(way)
+    return planned(ways[-1])
 
 
 def _alone_seconds(clusters: Program, machine: Machine, microbatches: int) -> float:

@@ -7,7 +7,6 @@
 Each phase is a function of those before; what is built is given on and changed by none.
 """
 
-import contextlib
 import functools
 import hashlib
 import json
@@ -55,7 +54,7 @@ from pfeife.runtime.distributed.control.agreement import comparable
 from pfeife.runtime.distributed.world.world import World
 from pfeife.runtime.failure import CollectiveError
 from pfeife.sched.by_family import Scheduling, splits
-from pfeife.sched.sharing import preferred
+from pfeife.sched.sharing import first_planned, preferred
 
 log = logging.getLogger("pfeife")
 
@@ -150,8 +149,11 @@ def _compiled(task: Task) -> Compiled:
     if options.apart > 1:
         _check_apart(options, captured.program)
     target = task.target(machine)
-    tries = [ways[at] for at in preferred(programs, machine, options.share, options.plan)]
-    decided = _decided(task, tries, order, target, most)
+    microbatches = options.microbatches // options.replicas
+    tries = [ways[at] for at in preferred(programs, machine, microbatches, options.plan)]
+    decided = first_planned(
+        tries, lambda way: _with_plan(task, *way, order, target, most), CollectiveError
+    )
     plan, clusters, program = decided.plan, decided.way[-1].program, decided.history[-1].program
     # Passes of the caller's and plans by hand come out here: what would deadlock is refused before
     # it runs.
@@ -174,20 +176,6 @@ def _compiled(task: Task) -> Compiled:
         *(borrowed, way, lives, target, decided.tried),
         fitting=[most],
     )
-
-
-def _decided(
-    task: Task,
-    ways: Sequence[tuple[Captured, History]],
-    order: Scheduling,
-    target: Target,
-    most: dict[str, int],
-) -> _Decided:
-    """The first way that has a plan."""
-    for captured, way in ways[:-1]:
-        with contextlib.suppress(CollectiveError):  # there is no room
-            return _with_plan(task, captured, way, order, target, most)
-    return _with_plan(task, *ways[-1], order, target, most)
 
 
 def _with_plan(

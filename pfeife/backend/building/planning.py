@@ -89,6 +89,11 @@ class Planning:
     owners: Mapping[str, frozenset[int]] = attrs.field(factory=dict)
     earlier: Sequence[Planned] = ()
 
+    @property
+    def microbatches(self) -> int:
+        """Those of a replica."""
+        return self.options.microbatches // self.options.replicas
+
     def plan(
         self, network: Network | None, progress: Progress | None, watched: Watched | None
     ) -> Plan:
@@ -100,7 +105,7 @@ class Planning:
         return make_plan(
             self.clusters,
             machine=self.machine,
-            microbatches=self.options.share,
+            microbatches=self.microbatches,
             stages=options.stages,
             ranks=self.ranks,
             schedule=self.order,
@@ -134,7 +139,7 @@ class Planning:
             # Costs differ with the sizes, so that only what is cut has to be the same.
             same = _units_of(before) == _units_of(clusters)
             same &= len(before.ports(Role.LOSS)) == len(clusters.ports(Role.LOSS))
-            same &= plan.schedule.microbatches == self.options.share
+            same &= plan.schedule.microbatches == self.microbatches
             recomputed = any(option.names for option in plan.recompute)
             if not same or (recomputed and plan.program != digest):
                 continue
@@ -161,7 +166,7 @@ class Planning:
         return adopted(
             plan,
             self.clusters,
-            microbatches=self.options.share,
+            microbatches=self.microbatches,
             memory_limit=self.machine.memory if limit is None else limit,
             curves=lambda plan: curves_of(self.clusters, plan, optimizer, replicas, owners, passes),
             ranks=self.ranks,

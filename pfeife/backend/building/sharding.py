@@ -24,7 +24,7 @@ def sharding(task: Task, captured: Captured) -> Sequence[Sequence[Pass]]:
     of the `ways_to_share` parameters. Raises ValueError in one process, which cannot be several
     members."""
     options = task.options
-    members = options.members
+    members, microbatches = options.members, options.microbatches // options.replicas
     if members == 1:
         return [[]]
     if task.world is None:
@@ -41,7 +41,7 @@ def sharding(task: Task, captured: Captured) -> Sequence[Sequence[Pass]]:
         unknown="gather" if every else "refuse",
         attention=options.attention,
         keepers=keepers,
-        prices=member_prices(task.machine(captured.program), options.share),
+        prices=member_prices(task.machine(captured.program), microbatches),
         decided=task.world.decided_by_rank_zero,
     )
     if not every:

@@ -317,7 +317,7 @@ def check_together(options: Any) -> None:
     what, order = ("plan", plan.schedule) if plan is not None else ("schedule", schedule)
     if not isinstance(order, Schedule):
         return
-    each = options.share
+    each = options.microbatches // options.replicas
     of_each = f" for each of {options.replicas} replicas" if options.replicas > 1 else ""
     if order.microbatches != each:
         raise ValueError(

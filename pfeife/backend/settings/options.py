@@ -101,11 +101,6 @@ class Options(
         return self.replicas if self.batch == "replica" else 1
 
     @property
-    def share(self) -> int:
-        """How many microbatches a replica has."""
-        return self.microbatches // self.replicas
-
-    @property
     def cut(self) -> int:
         """Into how many microbatches the batch is cut that one rank is given."""
         return self.microbatches // self.apart
