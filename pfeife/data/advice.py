@@ -20,6 +20,7 @@ def advice(forecast: Forecast) -> str:
     reduced = sum(wait.seconds for wait in forecast.waits if wait.kind == "reduces")
     again = _seconds_in(forecast, longest, "again_seconds")
     telling = _seconds_in(forecast, longest, "telling_seconds")
+    joined = "the replicas" if forecast.replicas > 1 else "the members"
     may_share = forecast.replicas > 1 and not forecast.shared_out
     more = ", or a data_parallel of shard for the replicas" if may_share else ""
     # What is left of the step of the rank that computes longest.
@@ -30,7 +31,7 @@ def advice(forecast: Forecast) -> str:
         _of_filling(forecast, filling / step): filling,
         _of_uneven(forecast, longest, mean): longest.computing_seconds - mean - again,
         _of_messages(carried, messages / step): messages,
-        f"gradients are reduced for {reduced / step:.0%} of the step: join the replicas by faster "
+        f"gradients are reduced for {reduced / step:.0%} of the step: join {joined} by faster "
         "links, or take more microbatches a step": reduced,
         f"rank {longest.rank} computes again for {again / step:.0%} of the step, to fit into its "
         "memory: take ranks with more of it, more ranks a pipeline, or more members a stage"

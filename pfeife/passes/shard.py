@@ -43,7 +43,7 @@ def shard(
     not named) not at all. "gathered" is whole on all members in a step, which are told it before,
     however many microbatches this has; so is what shall be "cut" and cannot. "shared" is either,
     whichever takes less by `prices`. "cut" alone is that for all that has several dimensions, and
-    "auto" for the rest; "auto" alone is "shared" for these; "gathered" alone is that for all.
+    "auto" for the rest; "auto" alone is "shared" for all, "gathered" that.
 
     Everything else follows by a linear program: each operation is computed along one of its
     factors, or as a whole, so that by `prices` a step takes least. Without these that is where the
@@ -180,9 +180,9 @@ def ways_to_share(parallel: Placements | Every) -> Sequence[Placements | Every]:
 
 def of_all(every: Every, ports: Sequence[Port]) -> dict[str, Word]:
     """What a word alone means for parameters, by their names."""
-    shared: Word = "shared" if every == "auto" else every
-    vectors: Word = "gathered" if every == "gathered" else "auto"
-    return {port.fqn: shared if len(port.shape) > 1 else vectors for port in ports}
+    words: dict[Every, Word] = {"auto": "shared", "cut": "auto", "gathered": "gathered"}
+    is_cut = every == "cut"
+    return {p.fqn: "cut" if is_cut and len(p.shape) > 1 else words[every] for p in ports}
 
 
 def _wanted(program: Program, given: Placements | Every) -> dict[str, Any]:

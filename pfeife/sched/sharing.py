@@ -22,16 +22,18 @@ Planned = TypeVar("Planned")
 def preferred(
     ways: Sequence[Program], machine: Machine, microbatches: int, plan: Plan | None = None
 ) -> list[int]:
-    """Which of the clusters with costs of a step are to be planned, in their order, where members
-    share parameters as `ways_to_share` says: the first ones, which need more memory, only where
-    they take less as a single stage; of a `plan` those that it was made for."""
-    last = len(ways) - 1
-    if not last:
-        return [last]
+    """In which order the clusters with costs of a step are to be planned, where members share
+    parameters as `ways_to_share` says: first those that take least as a single stage; of a `plan`
+    those alone that it was made for, or that have as many clusters."""
+    every = range(len(ways))
     if plan is not None:
-        return [at for at, way in enumerate(ways) if program_digest(way) == plan.program] or [last]
-    gathered, cut = (_alone_seconds(clusters, machine, microbatches) for clusters in ways)
-    return [0, 1] if gathered < cut else [1]
+        made = [at for at in every if program_digest(ways[at]) == plan.program]
+        alike = [at for at in every if ways[at].units == len(plan.stage_of_cluster)]
+        return made or alike or [*every]
+    if len(ways) == 1:
+        return [0]
+    seconds = [_alone_seconds(clusters, machine, microbatches) for clusters in ways]
+    return sorted(every, key=seconds.__getitem__)
 
 
 def first_planned(

@@ -376,7 +376,7 @@ def parameters_are_gathered_where_there_is_room() -> None:
     """Of many microbatches, as long as they fit; a plan knows for which program it was made."""
     fast = attrs.evolve(CPU_CORE, link_bandwidth=1e9)
 
-    def trained_with(**options) -> tuple[int, Compiled]:
+    def trained_with(rows=(64, 64), **options) -> tuple[int, Compiled]:
         """How many parameters are gathered, of a loop as on one device."""
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))).double()
@@ -386,16 +386,29 @@ def parameters_are_gathered_where_there_is_room() -> None:
             **{"members": 2, "microbatches": 8, "machine": fast, "optimizer": "AdamW"},
             **options,
         )
-        batches = [torch.randn(64, 64).double() for _ in range(2)]
+        batches = [torch.randn(count, 64).double() for count in rows]
         torch.testing.assert_close(
             [*trained(step, model, batches)],
             [*trained(lambda x: plain(x).square().mean(), plain, batches)],
             **{"rtol": 1e-12, "atol": 0},
         )
         alike(model, plain)
-        (compiled,) = step.backend.compiled
+        compiled, *_ = step.backend.compiled
         ports = compiled.program.ports(pfeife.Role.PARAMETER)
         return sum(port.split is None and port.keeper is not None for port in ports), compiled
+
+    def slow_elsewhere(clusters: pfeife.Program) -> pfeife.Costs:
+        """Seconds of which rank 0 alone knows that parameters are to be gathered."""
+        costs = estimate(clusters, fast)
+        gathers = any(p.keeper is not None and p.split is None for p in clusters.inputs)
+        times = 1e3 if gathers and dist.get_rank() else 1.0
+        seconds = {call: times * each for call, each in costs.seconds.items()}
+        return attrs.evolve(costs, seconds=seconds)
+
+    def refuses(program: pfeife.Program) -> pfeife.Program:
+        if dist.get_rank():
+            raise ValueError("not on this rank")
+        return program
 
     def peak(compiled: Compiled) -> int:
         curves = memory_curves(compiled.program, compiled.schedule, optimizer="AdamW")
@@ -403,12 +416,18 @@ def parameters_are_gathered_where_there_is_room() -> None:
 
     gathered, by_time = trained_with()
     none, by_parts = trained_with(parallel="cut")
-    assert (gathered, none) == (6, 0) and peak(by_parts) < peak(by_time)
+    assert (gathered, none) == (12, 0) and peak(by_parts) < peak(by_time)
     few, by_room = trained_with(memory_limit=peak(by_parts))
     assert peak(by_room) <= peak(by_parts)
     assert few == 0 or by_room.plan.stages > 1, "other stages may hold what is gathered"
-    again, _ = trained_with(plan=by_time.plan)
-    assert again == 6
+    for known in (
+        {"plan": by_time.plan, "rows": (64, 24, 2)},
+        {"costs": estimate(by_time.clusters, fast)},
+        {"costs": slow_elsewhere},
+    ):
+        assert trained_with(**known)[0] == 12
+    with pytest.raises(ValueError, match="not on this rank"):
+        trained_with(passes={"flat": [refuses]})
     with pytest.raises(ValueError, match="the best plan found needs"):
         trained_with(memory_limit=peak(by_parts) // 2)
 

@@ -34,7 +34,7 @@ from pfeife.backend.settings.options import Options
 from pfeife.cost import memory_curves, timing_of
 from pfeife.data.garbage import seldom_collected
 from pfeife.data.machine import Machine
-from pfeife.data.plan import Plan
+from pfeife.data.plan import Costs, Plan
 from pfeife.data.progress import Shown
 from pfeife.data.tried import Tried
 from pfeife.frontend.captured import Captured
@@ -140,7 +140,7 @@ def _compiled(task: Task) -> Compiled:
     # Rank 0 decides: marks on its tensors need not be on those of others.
     hint, most = _declared(task, captured)
     fused = [(each, _fused(task, flat, splits(order))) for each, flat in ways]
-    ways = [(each, _priced(task, way, hint, machine)) for each, way in fused]
+    ways = [(each, _priced(task, way, hint, machine)) for each, way in _known(options, fused)]
     programs = [way[-1].program for _, way in ways]
     # Options, operations and costs: where ranks agree on these, they make the same plan of them.
     text = "\n".join([task.builder.asked, *map(str, programs)])
@@ -150,9 +150,14 @@ def _compiled(task: Task) -> Compiled:
         _check_apart(options, captured.program)
     target = task.target(machine)
     microbatches = options.microbatches // options.replicas
-    tries = [ways[at] for at in preferred(programs, machine, microbatches, options.plan)]
+
+    def in_order() -> str:
+        return json.dumps(preferred(programs, machine, microbatches, options.plan))
+
+    # Rank 0 decides: seconds that were measured are not the same on all.
+    tries: list[int] = json.loads(world.decided_by_rank_zero(in_order) if world else in_order())
     decided = first_planned(
-        tries, lambda way: _with_plan(task, *way, order, target, most), CollectiveError
+        tries, lambda at: _with_plan(task, *ways[at], order, target, most), CollectiveError
     )
     plan, clusters, program = decided.plan, decided.way[-1].program, decided.history[-1].program
     # Passes of the caller's and plans by hand come out here: what would deadlock is refused before
@@ -176,6 +181,16 @@ def _compiled(task: Task) -> Compiled:
         *(borrowed, way, lives, target, decided.tried),
         fitting=[most],
     )
+
+
+def _known(
+    options: Options, ways: Sequence[tuple[Captured, History]]
+) -> Sequence[tuple[Captured, History]]:
+    """Those ways whose calls have seconds, where the caller has said these; all if none has."""
+    if not isinstance(options.costs, Costs):
+        return ways
+    known = options.costs.seconds.keys()
+    return [w for w in ways if known >= {call.node for call in w[1][-1].program.calls}] or ways
 
 
 def _with_plan(

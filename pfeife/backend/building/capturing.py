@@ -1,6 +1,7 @@
 """The first phase: the program of a microbatch, checked on the first call."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import attrs
 
@@ -23,22 +24,29 @@ def capture(task: Task) -> Sequence[tuple[Captured, History]]:
     """The program of a microbatch, and how passes made it, in each way to cut it over members; if
     a rank refuses the step, all do (collective)."""
 
-    def run() -> list[History]:
+    def ways() -> list[Sequence[Pass]]:
         # Ours first, so that the caller's passes see the program that is going to run.
         first, last = _passes(task, captured), task.passes.get("flat", ())
-        ways = [(*first, *way, *last) for way in sharding(task, captured)]
-        return [record(captured.program, *passes, start="capture") for passes in ways]
+        return [(*first, *way, *last) for way in sharding(task, captured)]
+
+    def run(passes: Sequence[Pass]) -> History:
+        return record(captured.program, *passes, start="capture")
 
     with task.show.phase("capturing") as phase:
         captured = together(lambda: _checked(task), task.world, "the captured program")
         # Also of what is refused later: it is then that somebody reads it.
         task.artifacts.program("capture", captured.program)
         task.artifacts.premises(captured.program.premises)
-        ways = together(run, task.world, "what passes make of the captured program")
-        phase.outcome = lambda: _counted(ways[-1][-1].program)
-    for way in ways:
+        what = "what passes make of the captured program"
+        histories = [
+            # Apart: members decide together, which they cannot where a pass has failed on one.
+            together(partial(run, passes), task.world, what)
+            for passes in together(ways, task.world, what)
+        ]
+        phase.outcome = lambda: _counted(histories[-1][-1].program)
+    for way in histories:
         task.artifacts.history(way)
-    return [(attrs.evolve(captured, program=way[-1].program), way) for way in ways]
+    return [(attrs.evolve(captured, program=way[-1].program), way) for way in histories]
 
 
 @_torch.one_at_a_time

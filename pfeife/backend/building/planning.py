@@ -97,11 +97,13 @@ class Planning:
     def plan(
         self, network: Network | None, progress: Progress | None, watched: Watched | None
     ) -> Plan:
-        """A new plan, or the given one if it fits. Raises ValueError as `sched.plan` and
-        `sched.adopt_plan.adopted` do."""
+        """A new plan, or the given one if it fits, or as an earlier program has taken it. Raises
+        ValueError as `sched.plan` and `sched.adopt_plan.adopted` do."""
         options, cuts = self.options, self._cuts()
         if options.plan is not None and self.clusters.ports(Role.TANGENT):
-            return self._adopted(options.plan, cuts)
+            with contextlib.suppress(ValueError):
+                return self._adopted(options.plan, cuts)
+            return self.earlier_plan() or self._adopted(options.plan, cuts)
         return make_plan(
             self.clusters,
             machine=self.machine,
@@ -131,15 +133,16 @@ class Planning:
         the same parameters, and the loss at the same place, if any is and its stages are about as
         even here: without seconds, which were those of other sizes. Where a plan names what is
         recomputed, all operations must be the same."""
-        clusters = self.clusters
-        if not clusters.ports(Role.TANGENT) or self.options.plan is not None:
+        clusters, given = self.clusters, self.options.plan is not None
+        if not clusters.ports(Role.TANGENT):
             return None
         digest = program_digest(clusters)
         for before, plan in reversed(self.earlier):
             # Costs differ with the sizes, so that only what is cut has to be the same.
             same = _units_of(before) == _units_of(clusters)
             same &= len(before.ports(Role.LOSS)) == len(clusters.ports(Role.LOSS))
-            same &= plan.schedule.microbatches == self.microbatches
+            each = plan.schedule.microbatches
+            same &= each == self.microbatches or (given and each > self.microbatches)
             recomputed = any(option.names for option in plan.recompute)
             if not same or (recomputed and plan.program != digest):
                 continue
@@ -198,7 +201,7 @@ def planned(
     as `Planning.plan` does."""
 
     def make() -> Plan:
-        earlier = planning.earlier_plan()
+        earlier = planning.earlier_plan() if planning.options.plan is None else None
         return planning.plan(network, progress, watched) if earlier is None else earlier
 
     if world is None:
