@@ -227,8 +227,10 @@ def test_how_many_ranks_share_a_stage(said):
     status, out, _ = said("compare", *question, "--ranks", "4", *ways)
     assert status == 0 and out.splitlines()[0].split()[5:7] == ["parallel", "attention"]
     assert sum(line.split()[5] == "gathered" for line in out.splitlines()[2:6]) == 2
-    status, out, _ = said("plan", *question, "--ranks", "4", "--members", "2")
-    assert status == 0 and "members wait" in out and "2 x 2 ranks" in out
+    for way in ("cut", "auto"):  # all is gathered by itself, so that none waits in a microbatch
+        asked = ("--ranks", "4", "--members", "2", "--parallel", way)
+        status, out, _ = said("plan", *question, *asked)
+        assert status == 0 and "2 x 2 ranks" in out and ("members wait" in out) == (way == "cut")
     status, _, err = said("plan", *question, "--ranks", "3", "--members", "2")
     assert status == 2 and "--ranks 3 and --members 2" in err
     status, out, _ = said("fit", *question[:3], "--members", "2")
