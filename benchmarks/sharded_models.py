@@ -139,7 +139,8 @@ def _largest(value: torch.Tensor) -> float:
 def _values(result: Result) -> dict[str, torch.Tensor]:
     gradients = {f"grad {name}": value for name, value in result.gradients.items()}
     buffers = {f"buffer {name}": value for name, value in result.buffers.items()}
-    return {"loss": result.loss, **gradients, **buffers}
+    values = {"loss": result.loss, **gradients, **buffers}
+    return {name: v.to_dense() if v.is_sparse else v for name, v in values.items()}
 
 
 def main() -> None:
