@@ -17,7 +17,7 @@ BUDGET = {
     ".": 280,
     "_torch": 1660,
     "backend": 910,
-    "backend/building": 1100,
+    "backend/building": 1110,
     "backend/calls": 510,
     "backend/doors": 260,
     "backend/graphs": 520,

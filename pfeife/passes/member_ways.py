@@ -87,6 +87,7 @@ class _Problem:
     def __init__(self, program: Program, ways: Ways, prices: Prices, strict: bool):
         self.program, self.ways, self.prices, self.strict = program, ways, prices, strict
         self.fqns = {port.name: port.fqn for port in program.ports(Role.PARAMETER)}
+        self.trained = {port.fqn for port in program.ports(Role.GRADIENT)}
         self.kinds = _kinds(ways, self.fqns)
         self.count = Counter(self.kinds.values())
         self.first = {kind: node for node, kind in reversed(self.kinds.items())}
@@ -147,12 +148,14 @@ class _Problem:
         return self.count[self.kinds[node]] * seconds
 
     def _held(self, node: fx.Node, way: Way) -> float:
-        """Seconds in which members are told what they have of a parameter, and keepers its
-        gradient, to which each microbatch adds its own."""
+        """Seconds in which members are told what they have of a parameter, and if it is trained
+        keepers its gradient, to which each microbatch adds its own."""
         members = self.ways.members
         size = node_bytes(node) // (1 if way.results[0] is None else members)
-        told = 2 * (members - 1) * self.prices.once(size // members)
-        return told + self.prices.copy(size + size // 2)
+        told = (members - 1) * self.prices.once(size // members)
+        if self.fqns[node.name] not in self.trained:
+            return told
+        return 2 * told + self.prices.copy(size + size // 2)
 
     def _passed(self, node: fx.Node, way: Way) -> float:
         """Seconds in which parts of its operands go around all members."""

@@ -180,9 +180,9 @@ def ways_to_share(parallel: Placements | Every) -> Sequence[Placements | Every]:
 
 def of_all(every: Every, ports: Sequence[Port]) -> dict[str, Word]:
     """What a word alone means for parameters, by their names."""
-    words: dict[Every, Word] = {"auto": "shared", "cut": "auto", "gathered": "gathered"}
-    is_cut = every == "cut"
-    return {p.fqn: "cut" if is_cut and len(p.shape) > 1 else words[every] for p in ports}
+    if every == "cut":
+        return {port.fqn: "cut" if len(port.shape) > 1 else "auto" for port in ports}
+    return dict.fromkeys((port.fqn for port in ports), "shared" if every == "auto" else every)
 
 
 def _wanted(program: Program, given: Placements | Every) -> dict[str, Any]:

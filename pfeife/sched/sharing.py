@@ -26,12 +26,12 @@ def preferred(
     parameters as `ways_to_share` says: first those that take least as a single stage; of a `plan`
     those alone that it was made for, or that have as many clusters."""
     every = range(len(ways))
+    if len(ways) == 1:
+        return [0]
     if plan is not None:
         made = [at for at in every if program_digest(ways[at]) == plan.program]
         alike = [at for at in every if ways[at].units == len(plan.stage_of_cluster)]
         return made or alike or [*every]
-    if len(ways) == 1:
-        return [0]
     seconds = [_alone_seconds(clusters, machine, microbatches) for clusters in ways]
     return sorted(every, key=seconds.__getitem__)
 

@@ -35,10 +35,12 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(x)))
 
 
-def captured(blocks=2, width=1024, rows=2048):
+def captured(blocks=2, width=1024, rows=2048, frozen=()):
     with torch.device("meta"):
         net = nn.Sequential(*(Block(width) for _ in range(blocks)))
         x = torch.ones(1, rows, width)
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_(name not in frozen)
     return pfeife.capture(lambda x: net(x).square().mean(), x)
 
 
@@ -97,17 +99,20 @@ def test_what_is_known_stays(members):
 
 
 def test_what_is_sent_once_a_step_costs_less_of_many_microbatches():
-    """Parameters are gathered for all of them, rather than parts of activations for each."""
-    flat = captured(1, 1024, 256)
-    whole = []
-    for microbatches in (1, 8):
+    """Parameters are gathered for all of them, rather than parts of activations for each; those
+    that are not trained have no gradient that is sent."""
+    frozen, whole = {"0.up.weight", "0.down.weight"}, []
+    for microbatches, flat in (
+        *((1, captured(1, 1024, 256)), (8, captured(1, 1024, 256))),
+        (1, captured(1, 1024, 256, frozen)),
+    ):
         prices = member_prices(H100, microbatches)
         local = pfeife.shard("auto", 2, unknown="gather", prices=prices, keepers={})(flat)
         ports = local.ports(pfeife.Role.PARAMETER)
         kept = [port for port in ports if port.split is None and port.keeper is not None]
         whole.append({port.fqn for port in kept})
-    few, many = whole
-    assert few < many and "0.up.weight" in many
+    few, many, untrained = whole
+    assert few < many and frozen <= many and frozen.isdisjoint(few) and frozen <= untrained
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 16), (4, 64, 16), (1, 2, 16)])

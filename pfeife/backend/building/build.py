@@ -155,7 +155,8 @@ def _compiled(task: Task) -> Compiled:
         return json.dumps(preferred(programs, machine, microbatches, options.plan))
 
     # Rank 0 decides: seconds that were measured are not the same on all.
-    tries: list[int] = json.loads(world.decided_by_rank_zero(in_order) if world else in_order())
+    by_one = world.decided_by_rank_zero if world and len(ways) > 1 else lambda decide: decide()
+    tries: list[int] = json.loads(by_one(in_order))
     decided = first_planned(
         tries, lambda at: _with_plan(task, *ways[at], order, target, most), CollectiveError
     )

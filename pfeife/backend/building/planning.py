@@ -101,9 +101,12 @@ class Planning:
         ValueError as `sched.plan` and `sched.adopt_plan.adopted` do."""
         options, cuts = self.options, self._cuts()
         if options.plan is not None and self.clusters.ports(Role.TANGENT):
-            with contextlib.suppress(ValueError):
+            try:
                 return self._adopted(options.plan, cuts)
-            return self.earlier_plan() or self._adopted(options.plan, cuts)
+            except ValueError:
+                if earlier := self.earlier_plan():
+                    return earlier
+                raise
         return make_plan(
             self.clusters,
             machine=self.machine,
