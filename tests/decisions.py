@@ -12,7 +12,7 @@ from pfeife.data.checks import FASTEST, LONGEST, SLOWEST
 from pfeife.data.link import Link
 from pfeife.data.machine import Machine
 from pfeife.data.plan import Costs, Plan
-from pfeife.data.schedule import RECEIVES, SENDS, Action, Do, Schedule
+from pfeife.data.schedule import ONCE, RECEIVES, SENDS, Action, Do, Schedule
 from pfeife.data.timeline import Event, Timeline
 from pfeife.lowering.lower import chain, insert_actions
 from pfeife.sched.families import gpipe
@@ -45,7 +45,7 @@ indices = st.integers(0, 40)
 def actions(draw: st.DrawFn) -> Action:
     do = draw(st.sampled_from(Do))
     peer = draw(indices) if do in SENDS or do in RECEIVES else None
-    return Action(draw(indices), do, None if do == Do.REDUCE_GRAD else draw(indices), peer)
+    return Action(draw(indices), do, None if do in ONCE else draw(indices), peer)
 
 
 def tuples(of: st.SearchStrategy) -> st.SearchStrategy[tuple]:

@@ -188,7 +188,7 @@ def test_a_reduction_before_the_last_gradient(sent):
     never = tuple(tuple(a for a in rank if a.do != "REDUCE_GRAD") for rank in order.ranks)
     for wrong, said in ((broken, "comes before 1[BW]"), (pfeife.Schedule(never), "no 0REDUCE")):
         with pytest.raises(ValueError, match=rf"rank .*: .*{said}.* the gradient of"):
-            check_coverage(wrong, Wiring(replicated))
+            check_coverage(wrong, Wiring(replicated), ())
 
 
 def test_malformed_programs_are_named():

@@ -27,13 +27,11 @@ from pfeife.ir.flops import underflows
 from pfeife.ir.messages import holders
 from pfeife.ir.parts import STATE_ROLES, Port, Role, captured_sizes
 from pfeife.ir.program import Program
-from pfeife.lowering.buckets import told_together
 from pfeife.lowering.clocks import Acknowledged, acknowledged
 from pfeife.lowering.wiring import Wiring
 from pfeife.runtime.interpret import RankRunner
 from pfeife.runtime.step import Part
 
-_WHOLE = "whole gradients"  # of which a member computes a part
 _AGAIN = "buffers of before"  # for a step that may run again
 
 
@@ -138,27 +136,17 @@ class _Holding:
         account = Counter(dict.fromkeys(words, 0))
         own: list[Port] = []
         for port in self.ports:
-            account[_WORDS[port.role]] += rounded(port.part_bytes, rounding)
             if port.fqn in self.again:
                 account[_AGAIN] += rounded(port.bytes, rounding)
             if port.keeper not in (None, member):
                 continue
-            if port.keeper is not None and port.split:
-                account["parameters"] += rounded(port.given_bytes, rounding)
+            account[_WORDS[port.role]] += rounded(port.given_bytes, rounding)
             # Of state that replicas share out, each keeps the optimizer's for what it owns.
             if port.fqn in self.trained and self.owners.get(port.fqn) in (None, replica):
                 own.append(port)
 
         if self.state:
             account["optimizer"] = sum(map(self._state_bytes, own))
-
-        def size(ports: Iterable[Port]) -> int:
-            return sum(rounded(port.given_bytes, rounding) for port in ports)
-
-        # They are gathered a few at a time: of these there are the parts beside them.
-        together = told_together(port for port in own if port.split)
-        if together:
-            account[_WHOLE] = sum(map(size, together)) + max(map(size, together))
         return account
 
     def _state_bytes(self, port: Port) -> int:
@@ -191,7 +179,7 @@ def _curve(
     rounding: int,
 ) -> MemoryCurve:
     ledger, wiring = Ledger(rounding), Wiring(program)
-    transport: Any = SizedMessages(ledger, *place)
+    transport: Any = SizedMessages(ledger, *place, program.members)
     stages = {action.stage for action in schedule.ranks[rank] if action.do.kind}
     bodies = {
         call.node: SizedBody(ledger, wiring, call) for call in program.calls if call.unit in stages

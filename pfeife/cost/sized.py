@@ -1,7 +1,7 @@
 """What stands for tensors, bodies and messages where only their bytes count."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, repeat
 from typing import Any
 
@@ -10,12 +10,15 @@ import torch
 from pfeife.compilers.piece import inputs
 from pfeife.cost.body import Body, rounded
 from pfeife.ir.nodes import node_bytes, returned, value_of
-from pfeife.ir.parts import Call, Kind, Role
+from pfeife.ir.parts import Call, Kind, Port, Role
 from pfeife.lowering.buckets import Bucket
 from pfeife.lowering.envelope import Envelope
+from pfeife.lowering.telling import tellings
 from pfeife.lowering.wiring import Wiring
 from pfeife.runtime.buffered import Buffered
 from pfeife.runtime.results import outputs_by_node
+
+_TOLD = "members' parameters"
 
 
 class Ledger:
@@ -183,9 +186,9 @@ class SizedMessages(Buffered):
 
     device = None
 
-    def __init__(self, ledger: Ledger, replica: int, member: int):
+    def __init__(self, ledger: Ledger, replica: int, member: int, members: int):
         super().__init__()
-        self.ledger, self.place = ledger, (replica, member)
+        self.ledger, self.place, self.members = ledger, (replica, member), members
         self.scratch = 0  # bytes of what is being reduced
         self.used: Counter[int] = Counter()  # receive buffers, by their size
         self.most: Counter[int] = Counter()
@@ -229,32 +232,70 @@ class SizedMessages(Buffered):
     def _wait(self, peer: int, works: Sequence[Any]) -> None:
         """Nothing is on its way."""
 
-    def reduce(self, bucket: Bucket, parts: Sequence[Any]) -> "SizedReducing":
+    def reduce(self, bucket: Bucket, parts: Sequence[Any]) -> "SizedBeside":
         """Copies of the parts become the sums, or are there until the rank has those that it
         gets."""
         self.scratch = max(self.scratch, bucket.scratch_bytes(*self.place))
         if bucket.sparse:
-            return SizedReducing(bucket, [part.like("gradients") for part in parts])
+            names = [reduction.name for reduction in bucket.reductions]
+            totals = [part.like("gradients") for part in parts]
+            return SizedBeside(dict(zip(names, totals, strict=True)))
         # The flat copy is there until the sums are: all of them in it, or a share beside it.
         flat = self.ledger.allocated(bucket.flat_bytes, "gradients")
+        if bucket.cut:
+            return self._joined(bucket, parts, flat)
         if not bucket.owned:
-            return SizedReducing(bucket, [Value(self.ledger, flat, part.bytes) for part in parts])
+            return SizedBeside(_named(bucket, parts, range(len(parts)), flat))
         size = bucket.piece(*self.place) * bucket.dtype.itemsize
         storage = self.ledger.allocated(size, "gradients")
-        sums = {i: Value(self.ledger, storage, parts[i].bytes) for i in bucket.share(*self.place)}
-        return SizedReducing(bucket, [sums.get(i) for i in range(len(parts))], flat)
+        return SizedBeside(_named(bucket, parts, bucket.share(*self.place), storage), (flat,))
+
+    def _joined(self, bucket: Bucket, parts: Sequence[Any], flat: Storage) -> "SizedBeside":
+        """Whole gradients of what members have summed up."""
+        owned = bucket.piece(*self.place) * bucket.dtype.itemsize if bucket.owned else 0
+        holding = flat, self.ledger.allocated(owned, "gradients")
+        whole = {}
+        for place in bucket.kept(*self.place):
+            reduction = bucket.reductions[place]
+            size = parts[place].bytes * (reduction.split.members if reduction.split else 1)
+            storage = self.ledger.allocated(size, "gradients")
+            whole[reduction.name] = Value(self.ledger, storage, size)
+        return SizedBeside(whole, holding)
+
+    def unshard(self, ports: Sequence[Port], layouts: Any, state: Mapping) -> "SizedBeside":
+        """What a member does not keep whole is there until it is dropped, and what a keeper sends
+        until the others have it."""
+        told, sent, here = dict(state), [], self.place[1]
+        for telling in tellings(ports, self.members):
+            sizes = list(map(telling.bytes, range(self.members)))
+            sent.append(self.ledger.allocated(telling.packed_bytes(here), "leaving"))
+            one = self.ledger.allocated(sum(sizes), _TOLD) if telling.cut else None
+            for member, kept in enumerate(telling.kept):
+                if member != here or one is not None:
+                    room = one or self.ledger.allocated(sizes[member], _TOLD)
+                    told |= {p.fqn: Value(self.ledger, room, p.part_bytes) for p in kept}
+        return SizedBeside(told, sent)
 
 
-class SizedReducing:
-    """A bucket on its way; `beside` is what goes when it is done."""
+def _named(
+    bucket: Bucket, parts: Sequence[Any], places: Iterable[int], storage: Storage
+) -> dict[str, Value]:
+    """Sums in one storage, by the names of gradients."""
+    return {
+        bucket.reductions[place].name: Value(parts[place].ledger, storage, parts[place].bytes)
+        for place in places
+    }
+
+
+class SizedBeside:
+    """What is on its way; `holding` goes when it is done."""
 
     ended = 0.0
 
-    def __init__(self, bucket: Bucket, sums: list[Value | None], beside: Storage | None = None):
-        self.bucket, self.kept, self.beside = bucket, sums, beside
+    def __init__(self, result: Mapping[str, Value], holding: Sequence[Storage] = ()):
+        self.result, self.holding = result, holding
 
-    def wait(self) -> dict[str, Value]:
-        """Those of the sums that the rank gets, by the names of gradients."""
-        self.beside = None
-        pairs = zip(self.bucket.reductions, self.kept, strict=True)
-        return {reduction.name: value for reduction, value in pairs if value is not None}
+    def wait(self) -> Mapping[str, Value]:
+        """What the rank has of it then, by names."""
+        self.holding = ()
+        return self.result

@@ -21,6 +21,8 @@ def advice(forecast: Forecast) -> str:
     again = _seconds_in(forecast, longest, "again_seconds")
     telling = _seconds_in(forecast, longest, "telling_seconds")
     joined = "the replicas" if forecast.replicas > 1 else "the members"
+    both = "parameters are told and gradients reduced"
+    told = both if forecast.members > 1 else "gradients are reduced"
     may_share = forecast.replicas > 1 and not forecast.shared_out
     more = ", or a data_parallel of shard for the replicas" if may_share else ""
     # What is left of the step of the rank that computes longest.
@@ -31,8 +33,8 @@ def advice(forecast: Forecast) -> str:
         _of_filling(forecast, filling / step): filling,
         _of_uneven(forecast, longest, mean): longest.computing_seconds - mean - again,
         _of_messages(carried, messages / step): messages,
-        f"gradients are reduced for {reduced / step:.0%} of the step: join {joined} by faster "
-        "links, or take more microbatches a step": reduced,
+        f"{told} for {reduced / step:.0%} of the step: join {joined} by faster links, or take more "
+        "microbatches a step": reduced,
         f"rank {longest.rank} computes again for {again / step:.0%} of the step, to fit into its "
         "memory: take ranks with more of it, more ranks a pipeline, or more members a stage"
         f"{more}": again,

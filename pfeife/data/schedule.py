@@ -30,6 +30,8 @@ class Do(StrEnum):
     SEND_B = "SEND_B", "sending gradients", "send"
     RECV_B = "RECV_B", "receiving gradients", "receive"
     REDUCE_GRAD = "REDUCE_GRAD", "the reduction of gradients", "reduce"
+    UNSHARD = "UNSHARD", "telling members parameters", "unshard"
+    RESHARD = "RESHARD", "dropping parameters of other members", "unshard"
 
     words: str
     drawn: str
@@ -57,7 +59,8 @@ class Action:
     A send's `stage` is the one that made the values and its `peer` the first stage of the other
     rank that reads them; a receive's are the other way round. In the text form the peer is
     left out where it is the neighbour, so that chains of stages read as torch writes them.
-    A reduction's `stage` is the first stage that has a part in the gradients.
+    A reduction's `stage` is the first stage that has a part in the gradients; that of what tells
+    members parameters, or drops these, the first stage of the rank that reads them.
     Raises ValueError for a transfer without a peer, or another action with one.
     """
 
@@ -102,6 +105,8 @@ def parse_action(text: str) -> Action:
     return Action(int(stage), Do(do), int(microbatch) if microbatch else None, peer_stage)
 
 
+BESIDE = (Do.UNSHARD, Do.REDUCE_GRAD)  # one after another, beside what a rank computes
+ONCE = (*BESIDE, Do.RESHARD)  # for all microbatches
 SENDS = {Do.SEND_F: Do.RECV_F, Do.SEND_B: Do.RECV_B}
 RECEIVES = frozenset(SENDS.values())
 
@@ -120,8 +125,8 @@ class Schedule:
     """Per rank the actions in their order: `ranks[r]` are those of rank r.
 
     A schedule as it is made has computations alone (F, B, or I and W); `lower` puts the sends,
-    receives and reductions in. As text a row is a rank and a cell an action, stage, kind and
-    microbatch: 1F1B of two stages and microbatches is
+    receives and reductions in, and what members tell one another. As text a row is a rank and a
+    cell an action, stage, kind and microbatch: 1F1B of two stages and microbatches is
 
         0F0,0F1,0B0,0B1
         1F0,1B0,1F1,1B1

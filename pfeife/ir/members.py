@@ -208,6 +208,11 @@ class Split:
         parts = blocks.movedim(self.dim + 1, 0).flatten(self.dim + 1, self.dim + 2)
         return parts.contiguous()
 
+    def scatter(self, value: torch.Tensor, parts: torch.Tensor) -> None:
+        """Writes every member's part of a whole tensor, [members, *part]."""
+        blocks = value.unflatten(self.dim, (self.before, self.members, -1))
+        parts.unflatten(self.dim + 1, (self.before, -1)).copy_(blocks.movedim(self.dim + 1, 0))
+
     def join(self, parts: Tensors) -> torch.Tensor:
         """The whole tensor of every member's part."""
         return self.joined(torch.stack([*parts]))

@@ -165,7 +165,8 @@ class Reduction:
     so many `members` that have addends, then over `replicas` pipelines in their order, and divided
     by these if it is to `average`.
     Those with one `bucket` travel together; without a number, each alone. The sum goes to the
-    replica that is its `owner`, None: to all; of their members to its `keeper`, None: to all.
+    replica that is its `owner`, None: to all; of their members to its `keeper`, None: to all. Of a
+    gradient that is `split` over members the keeper puts the parts together, as sums are there.
     """
 
     name: str
@@ -177,6 +178,7 @@ class Reduction:
     bucket: int | None = None
     owner: int | None = None
     keeper: int | None = None
+    split: Split | None = None
 
 
 @attrs.frozen(eq=False)

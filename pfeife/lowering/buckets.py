@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import product
 
@@ -25,6 +25,9 @@ class Bucket:
 
         parts of member 0   a a a | b b b        pieces of one owner, or equal ones
         parts of member 1   a a a | b b b        0 adds up those of a, 1 those of b
+
+    Sums of gradients that are `cut` over members of a group stand in the order of their keepers,
+    which are sent them then, and put the parts together.
     """
 
     reductions: tuple[Reduction, ...]
@@ -48,9 +51,15 @@ class Bucket:
         return len(self.first.ranks) * self.first.members
 
     @property
+    def cut(self) -> bool:
+        """Whether members of a group have parts of its gradients."""
+        return self.first.split is not None
+
+    @property
     def owned(self) -> bool:
         """Whether sums stay with their owners, or keepers."""
-        return self.first.owner is not None or self.first.keeper is not None
+        added = self.first.keeper is not None and not self.cut
+        return self.first.owner is not None or added
 
     @cached_property
     def elements(self) -> tuple[int, ...]:
@@ -62,8 +71,19 @@ class Bucket:
         return tuple(
             place
             for place, reduction in enumerate(self.reductions)
-            if reduction.owner in (None, replica) and reduction.keeper in (None, member)
+            if reduction.owner in (None, replica)
+            and (self.cut or reduction.keeper in (None, member))
         )
+
+    def kept(self, replica: int, member: int) -> tuple[int, ...]:
+        """The places of those that a member puts together."""
+        share = self.share(replica, member) if self.cut else ()
+        return tuple(place for place in share if self.reductions[place].keeper == member)
+
+    def kept_bytes(self, replica: int, member: int) -> int:
+        """Of a member's parts of those."""
+        kept = self.kept(replica, member)
+        return sum(self.elements[place] for place in kept) * self.dtype.itemsize
 
     def piece(self, replica: int, member: int) -> int:
         """How many elements a rank of that replica and member adds up."""
@@ -86,14 +106,24 @@ class Bucket:
         return elements * self.dtype.itemsize
 
     def scratch_bytes(self, replica: int, member: int) -> int:
-        """Of the pieces that arrive at a rank of that replica and member, its own among them."""
-        if self.sparse or self.members == 1:
+        """Of the pieces that arrive at a rank of that replica and member, its own among them, and
+        then of parts."""
+        if self.sparse:
             return 0
-        return self.members * self.piece(replica, member) * self.dtype.itemsize
+        added = self.members * self.piece(replica, member) if self.members > 1 else 0
+        split = self.first.split
+        joined = split.members * self.kept_bytes(replica, member) if split is not None else 0
+        return max(added * self.dtype.itemsize, joined)
 
     def seconds(self, machine: Machine) -> float:
         """What it takes over a machine's links."""
-        return reducing_seconds(self.members, self.bytes, self.owned, machine)
+        seconds = reducing_seconds(self.members, self.bytes, self.owned, machine)
+        if self.first.split is None:
+            return seconds
+        members = self.first.split.members
+        places = product(range(self.first.replicas), range(members))
+        most = max(self.kept_bytes(*place) for place in places)
+        return seconds + (members - 1) * machine.transfer_seconds(most)
 
 
 def reducing_seconds(members: int, size: int, owned: bool, machine: Machine) -> float:
@@ -142,40 +172,13 @@ def buckets_of(program: Program) -> tuple[Bucket, ...]:
         together.setdefault(
             reduction.name if reduction.bucket is None else reduction.bucket, []
         ).append(reduction)
-    return tuple(
-        _bucket(reductions, [first[reduction.name] for reduction in reductions], results)
-        for reductions in together.values()
-    )
+    return tuple(_bucket(reductions, first, results) for reductions in together.values())
 
 
-def _bucket(reductions: Iterable[Reduction], ports: list[Port], results: dict) -> Bucket:
+def _bucket(reductions: Sequence[Reduction], first: Mapping[str, Port], results: dict) -> Bucket:
+    if reductions[0].split is not None:
+        reductions = sorted(reductions, key=lambda reduction: reduction.keeper or 0)
+    ports = [first[reduction.name] for reduction in reductions]
     sparse = results[ports[0].name].meta["val"].layout != torch.strided
     shapes = tuple(port.shape for port in ports)
     return Bucket(tuple(reductions), shapes, ports[0].dtype, sparse)
-
-
-_FEW_BYTES = 1 << 20  # of what is told in one message, as latencies count more than these
-
-
-def told_together(ports: Iterable[Port]) -> list[list[Port]]:
-    """Parameters that members keep, or their gradients, in the order in which they tell one another
-    their parts: a large one by itself, small ones with those that follow."""
-    together: list[list[Port]] = []
-    size = _FEW_BYTES
-    for port in ports:
-        if port.keeper is None:
-            continue
-        size += port.given_bytes
-        if size > _FEW_BYTES:
-            together.append([])
-            size = port.given_bytes
-        together[-1].append(port)
-    return together
-
-
-def most_told(ports: Iterable[Port]) -> int:
-    """The bytes that a member is told of such ports by that keeper which tells it most."""
-    told: Counter[int | None] = Counter()
-    for port in ports:
-        told[port.keeper] += port.part_bytes
-    return max(told.values(), default=0)

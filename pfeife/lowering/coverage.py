@@ -9,15 +9,17 @@ from pfeife.data.schedule import RECEIVES, SENDS, Action, Do, Schedule
 from pfeife.ir.nodes import receive, send
 from pfeife.ir.parts import Reduction, Role
 from pfeife.ir.program import Program
+from pfeife.lowering.telling import Kept
 from pfeife.lowering.wiring import Wiring
 
 _GRADIENTS = (Do.BACKWARD, Do.WEIGHT_BACKWARD)
 
 
-def check_coverage(schedule: Schedule, wiring: Wiring) -> None:
+def check_coverage(schedule: Schedule, wiring: Wiring, kept: Iterable[Kept]) -> None:
     """Raises ValueError unless every rank runs each of its calls and transfers once for every
-    microbatch, and none before what it reads on the same rank; and each of its reductions after
-    the last gradient of their stages there. Gradients of which members have addends need one."""
+    microbatch, and none before what it reads on the same rank, parameters that are `kept` among it;
+    and each of its reductions after the last gradient of their stages there. Gradients of which
+    members have addends need one."""
     steps = _Steps(wiring)
     for rank, actions in enumerate(schedule.ranks):
         done: set[tuple[str, int | None]] = set()
@@ -40,6 +42,8 @@ def check_coverage(schedule: Schedule, wiring: Wiring) -> None:
     _check_added_up(wiring.program)
     for (rank, _), reduction in _by_time(wiring.program.reductions).items():
         _check_reduced(rank, schedule.ranks[rank], reduction)
+    for each in kept:
+        _check_told(schedule.ranks[each.rank], each)
 
 
 def _check_added_up(program: Program) -> None:
@@ -69,6 +73,18 @@ def _check_reduced(rank: int, actions: Sequence[Action], reduction: Reduction) -
             raise ValueError(
                 f"rank {rank}: {wanted} comes before {action}, which adds to the gradient of "
                 f"{reduction.name}"
+            )
+
+
+def _check_told(actions: Sequence[Action], kept: Kept) -> None:
+    told = False
+    for action in actions:
+        if action.stage == kept.stage and action.do in (Do.UNSHARD, Do.RESHARD):
+            told = action.do == Do.UNSHARD
+        elif action.stage in kept.users and action.do.kind and not told:
+            raise ValueError(
+                f"rank {kept.rank}: {action} comes where members do not have "
+                f"{kept.ports[0].fqn}, outside of {kept.stage}UNSHARD and {kept.stage}RESHARD"
             )
 
 

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import attrs
 
-from pfeife.data.schedule import RECEIVES, SENDS, Action, Do, received_as
+from pfeife.data.schedule import BESIDE, RECEIVES, SENDS, Action, Do, received_as
 from pfeife.data.timeline import Event, Timeline
 from pfeife.lowering.simulate import Seconds, nothing
 
@@ -16,7 +16,8 @@ def critical_path(
 
     An action comes after the one before it on its rank; a receive that had to wait after what was
     before the send, and then it lasts from the start of the send; a reduction after the one before
-    it, or what was before it, on the last rank that came to it. `occupied` and `overhead` are
+    it, or what was before it, on the last rank that came to it; a computation that had to wait for
+    parameters of other members after what tells these. `occupied` and `overhead` are
     those of `simulate`:
 
         rank 0   F0 SEND F1 ...                 the path:  F0 of rank 0,
@@ -50,8 +51,8 @@ class _Steps:
         self.occupied, self.overhead = occupied, overhead
         self.ranks: dict[int, list[Event]] = {}
         self.sent: dict[Action, tuple[int, int]] = {}  # by their receives
-        self.begun: dict[Action, list[tuple[int, int]]] = {}  # where reductions are
-        self.before: dict[tuple[int, int], int] = {}  # the reduction before one, on its rank
+        self.begun: dict[Action, list[tuple[int, int]]] = {}  # where those are that run beside
+        self.before: dict[tuple[int, int], int] = {}  # the one before such a one, on its rank
         last: dict[int, int] = {}
         for event in timeline.events:
             events, action = self.ranks.setdefault(event.rank, []), event.action
@@ -59,7 +60,7 @@ class _Steps:
             events.append(event)
             if action.do in SENDS:
                 self.sent[received_as(action)] = place
-            elif action.do == Do.REDUCE_GRAD:
+            elif action.do in BESIDE:
                 self.begun.setdefault(action, []).append(place)
                 if event.rank in last:
                     self.before[place] = last[event.rank]
@@ -69,18 +70,23 @@ class _Steps:
         """The event at a place, as a part of the path, and the place of what comes before it."""
         rank, at, ended = place
         event = self.ranks[rank][at]
-        if event.action.do == Do.REDUCE_GRAD:
+        if event.action.do in BESIDE:
             if ended:
-                return self._reduction(event)
+                return self._beside(event)
             # the path has what the reduction took of the rank's time: the rest of it ran beside
             event = attrs.evolve(event, end=self._goes_on(event))
         elif event.action.do in RECEIVES and event.end > self._goes_on(event):
             rank, at = self.sent[event.action]
             event = attrs.evolve(event, start=self.ranks[rank][at].start)
+        elif event.action.do.kind:
+            for _, told in self.begun.get(Action(event.action.stage, Do.UNSHARD), ()):
+                if self.ranks[rank][told].end == event.start:
+                    return event, _Place(rank, told, ended=True)
         return event, _Place(rank, at - 1, ended=False)
 
-    def _reduction(self, event: Event) -> tuple[Event, _Place]:
-        """A reduction until its end, from where the last rank comes to it."""
+    def _beside(self, event: Event) -> tuple[Event, _Place]:
+        """A reduction, or what members are told, until its end, from where the last rank comes to
+        it."""
         came = []
         for rank, at in self.begun[event.action]:
             events, before = self.ranks[rank], self.before.get((rank, at))

@@ -1,15 +1,16 @@
-"""Puts sends, receives and reductions into a schedule of computations."""
+"""Puts all that is sent into a schedule of computations: messages, reductions, parameters."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import attrs
 
-from pfeife.data.schedule import SENDS, Action, Do, Schedule
+from pfeife.data.schedule import BESIDE, SENDS, Action, Do, Schedule
 from pfeife.ir.messages import Message
 from pfeife.ir.parts import Kind, Reduction
 from pfeife.ir.program import Program
 from pfeife.lowering.coverage import check_coverage
+from pfeife.lowering.telling import Kept, kept_by_stage
 from pfeife.lowering.wiring import Wiring
 
 _BACKWARDS = (Do.BACKWARD, Do.INPUT_BACKWARD, Do.WEIGHT_BACKWARD)
@@ -75,7 +76,8 @@ def transfers_between(
 
 
 def lower(schedule: Schedule, program: Program, *, overlap: bool = True) -> Schedule:
-    """The schedule with every transfer and reduction that a program with messages needs.
+    """The schedule with every transfer and reduction that a program with messages needs, and where
+    members keep parameters with what tells them these.
 
     Without `overlap` reductions follow all that their rank computes. Raises ValueError if program
     and schedule do not fit together: other stages or ranks, a call that no action runs, one that
@@ -95,8 +97,9 @@ def lower(schedule: Schedule, program: Program, *, overlap: bool = True) -> Sche
             )
     wiring = Wiring(program)
     transfers = list(map(transfer_of, wiring.messages))
-    lowered = insert_actions(computing, transfers, program.reductions, overlap=overlap)
-    check_coverage(lowered, wiring)
+    kept = kept_by_stage(wiring.program)
+    lowered = insert_actions(computing, transfers, program.reductions, kept, overlap=overlap)
+    check_coverage(lowered, wiring, kept)
     return lowered
 
 
@@ -104,23 +107,26 @@ def insert_actions(
     schedule: Schedule,
     transfers: Sequence[Transfer],
     reductions: Sequence[Reduction] = (),
+    kept: Sequence[Kept] = (),
     *,
     overlap: bool = True,
 ) -> Schedule:
-    """Transfers and reductions into a schedule of computations.
+    """Transfers, reductions and parameters into a schedule of computations.
 
     A send follows the computation of its values; a receive precedes the first computation that
     reads them, and on every channel (pair of ranks) receives come in the order of the sends.
     A stage's reductions follow its last weight gradient, without `overlap` the last one of the
     rank. Those of several ranks come in one order on all of them, the last stage's first, and
-    after a rank's own.
+    after a rank's own. Parameters that are `kept` begin to be told with the step, in the order in
+    which stages compute with them, and are dropped after the last use.
     """
-    # 1F1B of two stages on two ranks, microbatch 0; every line is one of the three steps below:
+    # 1F1B of two stages on two ranks, microbatch 0; every line is one of the four steps below:
     #
     #     computing   0F0                 0B0          1F0 1B0
     #     sends       0F0 0SEND_F0        0B0          1F0 1B0 1SEND_B0
     #     receives    0F0 0SEND_F0  0RECV_B0 0B0       1RECV_F0 1F0 1B0 1SEND_B0
     #     reductions  ...  0B0 0REDUCE_GRAD            ... 1SEND_B0 1REDUCE_GRAD
+    #     parameters  0UNSHARD 0F0 ... 0RESHARD        1UNSHARD 1RECV_F0 ... 1RESHARD
     sent, channels = _with_sends(schedule, _by_action(transfers, Transfer.made_by))
     read = _by_action(transfers, Transfer.read_by)
     together: dict[int, list[Reduction]] = {}
@@ -129,10 +135,13 @@ def insert_actions(
     received = [
         _with_receives(actions, channels.get(rank, {}), read) for rank, actions in enumerate(sent)
     ]
+    reduced = (
+        _with_reductions(rank, actions, together, overlap) for rank, actions in enumerate(received)
+    )
     return Schedule(
         tuple(
-            _with_reductions(rank, actions, together, overlap)
-            for rank, actions in enumerate(received)
+            _with_parameters(actions, [each for each in kept if each.rank == rank])
+            for rank, actions in enumerate(reduced)
         )
     )
 
@@ -240,6 +249,23 @@ def _with_reductions(
     for index, action in enumerate(actions):
         result += [*before.get(index, ()), action]
     return (*result, *before.get(len(actions), ()))
+
+
+def _with_parameters(actions: tuple[Action, ...], kept: Sequence[Kept]) -> tuple[Action, ...]:
+    first: dict[int, int] = {}
+    last: dict[int, list[Action]] = {}
+    for each in kept:
+        uses = [
+            index
+            for index, action in enumerate(actions)
+            if action.stage in each.users and (action.do.kind or action.do in BESIDE)
+        ]
+        first[each.stage] = uses[0]
+        last.setdefault(uses[-1], []).append(Action(each.stage, Do.RESHARD))
+    told = [Action(stage, Do.UNSHARD) for stage in sorted(first, key=first.__getitem__)]
+    for index, action in enumerate(actions):
+        told += [action, *last.get(index, ())]
+    return tuple(told)
 
 
 def _last_gradient(actions: Sequence[Action], stages: Collection[int] | None) -> int:

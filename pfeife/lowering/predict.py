@@ -1,18 +1,18 @@
 """A schedule of a real program in predicted time."""
 
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable
 
 from pfeife.data.machine import Machine
 from pfeife.data.network import Network
-from pfeife.data.schedule import SENDS, Action, Do, Schedule, received_as
+from pfeife.data.schedule import BESIDE, SENDS, Action, Do, Schedule, received_as
 from pfeife.data.timeline import Timeline
-from pfeife.ir.messages import holders
-from pfeife.ir.parts import Port, Role
 from pfeife.ir.program import Program
-from pfeife.lowering.buckets import buckets_of, most_told, told_together
+from pfeife.lowering.buckets import buckets_of
 from pfeife.lowering.envelope import Travel, travel
 from pfeife.lowering.lower import transfer_of
 from pfeife.lowering.simulate import simulate
+from pfeife.lowering.telling import kept_by_stage, tellings
 from pfeife.lowering.wiring import Wiring
 
 
@@ -30,9 +30,9 @@ def predict(
     of the two ranks' time, over the measured `network`, else over the machine's link. A reduction
     takes what its buckets say (`Bucket.seconds`) on links that carry nothing else, of the slowest
     one's figures (among those `between` the replicas, where they are given), and of the rank's time
-    what the machine does not `overlap`. What members of a group tell one another of parameters and
-    gradients (see `kept_seconds`) counts with the first forward. Every action also takes the rank
-    the machine's `action_seconds`. Raises ValueError if a call has no cost.
+    what the machine does not `overlap`; so does what members of a group tell one another of
+    parameters, one message after the other over the machine's link. Every action also takes the
+    rank the machine's `action_seconds`. Raises ValueError if a call has no cost.
 
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     >>> flat = pfeife.capture(lambda x: net(x).square().mean(), torch.ones(2, 4))
@@ -67,14 +67,13 @@ def action_seconds(
     wiring = Wiring(program)
     sent = {_key(send): taken for send, taken in travels(program, machine, network).items()}
     computing: dict[tuple, float] = {}
-    reduced = reduction_seconds(program, _slowest(machine, between or network))
-    kept = kept_seconds(program, machine)
+    beside = beside_seconds(program, machine, _slowest(machine, between or network))
 
     def seconds_of(action: Action) -> float:
         if action.do in SENDS:
             return sent[_key(action)].arriving
-        if action.do == Do.REDUCE_GRAD:
-            return reduced.get(action.stage, 0.0)
+        if action.do in BESIDE:
+            return beside.get((action.stage, action.do), 0.0)
         first = action.microbatch == 0  # its gradients are the first of the sums
         key = (action.stage, action.do, first)
         # All microbatches but the first take as long, so a step of thousands asks a few calls.
@@ -83,40 +82,24 @@ def action_seconds(
                 (call.seconds or 0.0) + (0.0 if first else call.accumulate_seconds)
                 for call in wiring.calls(action)
             )
-            if first and action.do == Do.FORWARD:
-                computing[key] += kept.get(action.stage, 0.0)
         return computing[key]
 
     return seconds_of
 
 
-def reduction_seconds(program: Program, machine: Machine) -> dict[int, float]:
-    """How long the reductions of an action take, by the stage that it is named after."""
-    seconds_of: dict[int, float] = {}
+def beside_seconds(
+    program: Program, machine: Machine, slowest: Machine
+) -> dict[tuple[int, Do], float]:
+    """How long it takes what runs beside the computing, by the stage that it is named after:
+    reductions over links of the `slowest` figures, and what tells members parameters."""
+    seconds_of: defaultdict[tuple[int, Do], float] = defaultdict(float)
     for bucket in buckets_of(program):
-        stage = bucket.first.stages[0]
-        seconds_of[stage] = seconds_of.get(stage, 0.0) + bucket.seconds(machine)
+        seconds_of[bucket.first.stages[0], Do.REDUCE_GRAD] += bucket.seconds(slowest)
+    for kept in kept_by_stage(program):
+        told = (telling.most for telling in tellings(kept.ports, program.members))
+        seconds = (program.members - 1) * sum(map(machine.transfer_seconds, told))
+        seconds_of[kept.stage, Do.UNSHARD] = seconds
     return seconds_of
-
-
-def kept_seconds(program: Program, machine: Machine) -> dict[int, float]:
-    """How long it takes in each stage that the keepers of parameters tell the others their parts,
-    and are told those of the gradients: one message after the other, over the machine's link."""
-    trained = {port.fqn for port in program.ports(Role.GRADIENT)}
-    users = holders(program, Role.PARAMETER)
-    ports_of: dict[int, list[Port]] = {}
-    for port in program.ports(Role.PARAMETER):
-        for stage in sorted({call.unit for call in users[port.fqn]}):
-            ports_of.setdefault(stage, []).append(port)
-
-    def seconds(ports: Iterable[Port]) -> float:
-        sizes = map(most_told, told_together(ports))
-        return (program.members - 1) * sum(map(machine.transfer_seconds, sizes))
-
-    return {
-        stage: seconds(ports) + seconds(p for p in ports if p.fqn in trained and p.split)
-        for stage, ports in ports_of.items()
-    }
 
 
 def travels(
@@ -143,11 +126,11 @@ def occupied_seconds(
     network: Network | None = None,
     between: Network | None = None,
 ) -> Callable[[Action], float]:
-    """What every send, receive and reduction of a program takes of its rank's time."""
+    """What all that a program sends takes of its rank's time."""
     slowest = _slowest(machine, between or network)
     occupied: dict[tuple, float] = {
-        (stage, Do.REDUCE_GRAD, None): (1 - slowest.overlap) * seconds
-        for stage, seconds in reduction_seconds(program, slowest).items()
+        (*key, None): (1 - slowest.overlap) * seconds
+        for key, seconds in beside_seconds(program, machine, slowest).items()
     }
     for sent, times in travels(program, machine, network).items():
         occupied |= {_key(sent): times.sending, _key(received_as(sent)): times.receiving}

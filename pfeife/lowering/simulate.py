@@ -22,7 +22,7 @@ def simulate(
     run = _Run(schedule, seconds, overhead, occupied)
     replay(schedule.ranks, run.advance)
     # In a second run: reductions run beside the rest and nothing of the step waits for them, so
-    # that the first one knows when each rank comes to them.
+    # that the first one knows when each rank comes to them, after all that it tells members.
     replay(reduced(schedule), run.reduce)
     return Timeline(tuple(run.events))
 
@@ -42,7 +42,8 @@ class _Run:
         # What a rank reduces runs beside what it computes, one reduction after another. By rank and
         # action: where its event is, and when the rank has begun it.
         self.begun: dict[tuple[int, Action], tuple[int, float]] = {}
-        self.reduced = [0.0] * len(schedule.ranks)
+        self.beside = [0.0] * len(schedule.ranks)  # until when it is busy so
+        self.told: dict[int, float] = {}  # when a stage has the parameters that members keep
 
     def advance(self, rank: int, action: Action) -> int | None:
         """Does an action of a rank, or says which rank it waits for."""
@@ -65,7 +66,15 @@ class _Run:
         elif action.do == Do.REDUCE_GRAD:
             self.clock[rank] = start + self.occupied(action) + self.overhead
             self.begun[rank, action] = len(self.events), start
+        elif action.do == Do.UNSHARD:
+            self.clock[rank] = start + self.occupied(action) + self.overhead
+            end = max(start, self.beside[rank]) + self.seconds(action)
+            self.beside[rank] = self.told[action.stage] = end
+            self.events.append(Event(rank, action, start, end))
+            return None
         else:
+            if action.do.kind:
+                start = max(start, self.told.get(action.stage, 0.0))
             self.clock[rank] = start + self.seconds(action) + self.overhead
         self.events.append(Event(rank, action, start, self.clock[rank]))
         return None
@@ -73,10 +82,10 @@ class _Run:
     def reduce(self, rank: int, action: Action) -> int | None:
         """Ends a reduction that a rank has begun, or says which rank it waits for."""
         at, begun = self.begun[rank, action]
-        missing = self.reductions.join(rank, action, max(begun, self.reduced[rank]))
+        missing = self.reductions.join(rank, action, max(begun, self.beside[rank]))
         if missing is not None:
             return missing
         end = max(self.reductions.brought[action]) + self.seconds(action)
-        self.reduced[rank] = end
+        self.beside[rank] = end
         self.events[at] = Event(rank, action, self.events[at].start, end)
         return None

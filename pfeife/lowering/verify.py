@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 
-from pfeife.data.schedule import RECEIVES, SENDS, Action, Do, Schedule, received_as
+from pfeife.data.schedule import ONCE, RECEIVES, SENDS, Action, Do, Schedule, received_as
 from pfeife.lowering.lower import chain, insert_actions
 from pfeife.lowering.problem import Problem, transfers
 from pfeife.lowering.replay import Reductions, around, reduced, replay
@@ -129,8 +129,8 @@ class _Done:
 
     def wrong(self, rank: int, action: Action) -> str | None:
         stage, do, k = action.stage, action.do, action.microbatch
-        if do == Do.REDUCE_GRAD and k is not None:
-            return "a reduction is of all microbatches"
+        if do in ONCE and k is not None:
+            return f"{do.words} is of all microbatches"
         if (stage, do, k, action.peer) in self.done:
             return "scheduled more than once"
         if do.kind:

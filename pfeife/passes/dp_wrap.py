@@ -58,13 +58,11 @@ def dp_wrap(mesh: Mesh, replicas: Replicas | None = None) -> Callable[[Program],
 
 
 def _over_members(program: Program, bucket_bytes: int) -> Program:
-    """One pipeline, in which what members add up travels in buckets."""
-    shared = [reduction for reduction in program.reductions if reduction.members == 1]
-    added = [reduction for reduction in program.reductions if reduction.members > 1]
-    if not added:
-        return program
-    buckets = in_buckets(added, Sizes(program), bucket_bytes)
-    return attrs.evolve(program, reductions=(*shared, *buckets))
+    """One pipeline, in which what members tell one another of gradients travels in buckets."""
+    told = [each for each in program.reductions if each.members > 1 or each.split]
+    alone = [each for each in program.reductions if each.members == 1 and not each.split]
+    buckets = in_buckets(told, Sizes(program), bucket_bytes)
+    return attrs.evolve(program, reductions=(*alone, *buckets))
 
 
 def _check(program: Program, mesh: Mesh) -> None:
@@ -122,6 +120,7 @@ def _owned(
 
 def _given_to(reduction: Reduction, owner: int | None, sizes: Sizes) -> Reduction:
     """With its owner, of whose members the one that keeps the parameter gets what all add up."""
-    adds_up = owner is not None and reduction.members > 1
-    keeper = sizes.keepers[reduction.name] if adds_up else None
+    if reduction.members == 1:
+        return attrs.evolve(reduction, owner=owner)
+    keeper = None if owner is None else sizes.keepers[reduction.name]
     return attrs.evolve(reduction, owner=owner, keeper=keeper)

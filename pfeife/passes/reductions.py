@@ -15,15 +15,18 @@ def reduction_of(
     program: Program, name: str, calls: set[Call], others: Iterable[int] = ()
 ) -> Reduction:
     """The reduction of one gradient over all ranks whose calls use the parameter, and `others`; and
-    over their members, where these have parts of it."""
+    over their members, where these have addends of it, or parts that one of them keeps."""
     ranks = tuple(sorted({*others, *(call.rank for call in calls if call.rank is not None)}))
     # Stages that only read the parameter in a forward add nothing: the reduction need not wait.
     late = tuple(sorted({call.unit for call in calls if call.kind != Kind.FORWARD}))
     ports = [port for port in program.ports(Role.GRADIENT) if port.fqn == name]
+    keeper, split = ports[0].keeper, ports[0].split
     if not any(port.partial for port in ports):
-        return Reduction(name, ranks, late, program.replicas)
+        if keeper is None or split is None:
+            return Reduction(name, ranks, late, program.replicas)
+        return Reduction(name, ranks, late, program.replicas, keeper=keeper, split=split)
     # Keepers of all replicas would be sent whole sums: more than all are of equal pieces.
-    keeper = ports[0].keeper if program.replicas == 1 else None
+    keeper = keeper if program.replicas == 1 else None
     return Reduction(name, ranks, late, program.replicas, members=program.members, keeper=keeper)
 
 
@@ -54,7 +57,7 @@ def in_buckets(
         # By what must be alike in one buffer: when it is due, who has parts, who gets the sum, the
         # type.
         kind, size = sizes.kinds[reduction.name], sizes.bytes[reduction.name]
-        sharing = reduction.owner is None, reduction.keeper is None
+        sharing = reduction.owner is None, reduction.keeper is None, reduction.split is None
         who = reduction.ranks, reduction.members, *sharing
         key = (reduction.stages[0], *who, kind)
         number, filled = open_.get(key, (-1, 0))

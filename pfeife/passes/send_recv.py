@@ -117,4 +117,4 @@ def _shared_gradients(
     trained = dict.fromkeys(port.fqn for port in program.ports(Role.GRADIENT))
     calls_of = holders(program)
     each = [reduction_of(program, name, calls_of[name], owners.get(name, ())) for name in trained]
-    return tuple(r for r in each if len(r.ranks) > 1 or r.members > 1)
+    return tuple(r for r in each if len(r.ranks) > 1 or r.members > 1 or r.split)

@@ -163,6 +163,8 @@ def _doing(
         return [(f"the link from rank {source} to rank {rank} carries messages", "messages", 1.0)]
     if action.do == Do.REDUCE_GRAD:
         return [(f"rank {rank} reduces gradients", "reduces", 1.0)]
+    if action.do == Do.UNSHARD:
+        return [(f"members of rank {rank} tell one another parameters", "reduces", 1.0)]
     if action.do in SENDS:
         return [(f"rank {rank} sends", "messages", 1.0)]
     if not action.do.kind:

@@ -21,6 +21,7 @@ class What(StrEnum):
     SEND = "send", "#0072b2", "rail_load"
     RECEIVE = "receive", "#d55e00", "terrible"
     REDUCE = "reduce", "#f0e442", "yellow"
+    UNSHARD = "unshard", "#000000", "rail_idle"
     WAIT = "wait", "#b8b8b8", "grey"
 
     colour: str

@@ -6,6 +6,8 @@
 | SEND_F, SEND_B | send    | the values of a message            | a message to the transport    |
 | RECV_F, RECV_B | receive | the channel's next message         | its values, under fresh names |
 | REDUCE_GRAD    | reduce  | what the rank has summed up        | buckets on their way          |
+| UNSHARD        | unshard | parameters that members keep       | what they tell one another    |
+| RESHARD        | reshard | the values of other members        | they are dropped              |
 
 A result of a call that is one of the program's too is kept as well: a gradient is added to its sum,
 a buffer's update is what the next forward reads, a loss or an output is noted for its microbatch.
@@ -17,12 +19,14 @@ from functools import cached_property
 import torch
 
 from pfeife import _torch
-from pfeife.data.schedule import SENDS, Action, Do
+from pfeife.data.schedule import ONCE, SENDS, Action, Do
 from pfeife.ir.combine import tracked_names
+from pfeife.ir.evaluate import as_computed
 from pfeife.ir.messages import Message
-from pfeife.ir.nodes import returned
+from pfeife.ir.nodes import returned, value_of
 from pfeife.ir.parts import Call, Kind, Port, Role
 from pfeife.lowering.buckets import Bucket, buckets_of
+from pfeife.lowering.telling import Kept, kept_by_stage
 from pfeife.lowering.wiring import Wiring, summed_in_place
 from pfeife.runtime.results import local_gradient, outputs_by_node, updated_buffers
 from pfeife.runtime.step import Step
@@ -44,16 +48,55 @@ class Handlers:
         self.outputs = outputs_by_node(self.program)
         self.buffers = updated_buffers(self.program)
         self.tracked = tracked_names(self.program)
+        self.kept = {kept.stage: kept for kept in kept_by_stage(self.program) if kept.rank == rank}
+        self.told = {port.name: port for kept in self.kept.values() for port in kept.ports}
         self.messages: dict[str, Message] = {}  # by their nodes
         self.reads: set[str] = set()
 
     def of(self, action: Action) -> Handler:
         """The handler of an action, whose microbatch is not looked at."""
         if action.do.kind:
-            return _in_turn([self._compute(call) for call in self.wiring.calls(action)])
-        if action.do == Do.REDUCE_GRAD:
-            return self._reduce(action.stage)
+            kept = [kept for kept in self.kept.values() if action.stage in kept.users]
+            calls = self.wiring.calls(action)
+            return _in_turn([*map(self._arrive, kept), *map(self._compute, calls)])
+        if action.do in ONCE:
+            once = {Do.REDUCE_GRAD: self._reduce, Do.UNSHARD: self._unshard}
+            return once.get(action.do, self._reshard)(action.stage)
         return self._transfer(action)
+
+    def _unshard(self, stage: int) -> Handler:
+        ports = self.kept[stage].ports
+        layouts = {port.fqn: value_of(self.program.node(port.name)) for port in ports}
+
+        def unshard(step: Step, _: int) -> None:
+            step.telling[stage] = step.transport.unshard(ports, layouts, step.kept)
+
+        return unshard
+
+    def _arrive(self, kept: Kept) -> Handler:
+        """Waits for what was told before the first computation with it."""
+
+        def arrive(step: Step, _: int) -> None:
+            if kept.stage not in step.telling:
+                return
+            telling = step.telling.pop(kept.stage)
+            told = telling.wait()
+            own = {port.name: as_computed(port, told[port.fqn]) for port in kept.ports}
+            for values in step.values:
+                values.update(own)
+            step.ended[Action(kept.stage, Do.UNSHARD)] = telling.ended
+
+        return arrive
+
+    def _reshard(self, stage: int) -> Handler:
+        names = [port.name for port in self.kept[stage].ports]
+
+        def reshard(step: Step, _: int) -> None:
+            for values in step.values:
+                for name in names:
+                    del values[name]
+
+        return reshard
 
     def _compute(self, call: Call) -> Handler:
         body = self.bodies.get(call.node) or _torch.function_of(self.program.body(call))

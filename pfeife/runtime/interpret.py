@@ -134,7 +134,8 @@ class RankRunner:
             raise ValueError(
                 f"a pipeline gets {count} microbatches, the schedule is for {expected}"
             )
-        held = {port.name: as_computed(port, state[port.fqn]) for port in self.state}
+        kept = self.handlers.told
+        held = {p.name: as_computed(p, state[p.fqn]) for p in self.state if p.name not in kept}
         place = transport.device
         held |= {n: v if place is None else v.to(place) for n, v in self.constants.items()}
         sizes = tuple(part.inputs[0][name] for name in self.sizes)
@@ -144,6 +145,7 @@ class RankRunner:
             sizes=dict(zip(self.sizes, sizes, strict=True)),
             envelopes=self._messages(sizes).envelopes,
             values=[{**held, **inputs} for inputs in part.inputs],
+            kept={port.fqn: state[port.fqn] for port in self.state if port.name in kept},
             buffers={name: held[name] for name in self.handlers.buffers if name in held},
             results=[{} for _ in part.inputs],
         )
@@ -199,7 +201,7 @@ class RankRunner:
             step.at = index
             step.gradients |= reducing.wait()
             action = self.actions[step.at]
-            step.reduced[action] = max(step.reduced.get(action, 0.0), reducing.ended)
+            step.ended[action] = max(step.ended.get(action, 0.0), reducing.ended)
         step.reducing.clear()
 
     def result(self, step: Step) -> Result:

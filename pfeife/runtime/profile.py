@@ -50,12 +50,12 @@ class Stopwatch:
 
         return observe
 
-    def with_reductions(self, steps: Mapping[int, Step]) -> list[Event]:
-        """The events, when the steps of ranks are over: what was reduced beside others ends when
-        that was done."""
+    def with_ends(self, steps: Mapping[int, Step]) -> list[Event]:
+        """The events, when the steps of ranks are over: what ran beside others ends when that was
+        done."""
         return [
             attrs.evolve(event, end=max(event.end, ended - self.start))
-            if (ended := steps[event.rank].reduced.get(event.action)) is not None
+            if (ended := steps[event.rank].ended.get(event.action)) is not None
             else event
             for event in self.events
         ]
@@ -77,13 +77,13 @@ def profile(
         whole = pipeline.start(state, microbatches, **options)
         watch = Stopwatch(list(whole.places))
         whole.run(watch=watch)
-        return _ordered(watch.with_reductions(dict(enumerate(whole.steps))))
+        return _ordered(watch.with_ends(dict(enumerate(whole.steps))))
     step = pipeline.start(state, microbatches, **options)
     world = pipeline.transport.world
     world.from_all_ranks("")  # all are here
     watch = Stopwatch([pipeline.device])
     step.run(watch=watch)
-    events = watch.with_reductions({pipeline.transport.rank: step.steps[0]})
+    events = watch.with_ends({pipeline.transport.rank: step.steps[0]})
     timelines = _of_replica(pipeline, Timeline(tuple(events)), 0)
     return _ordered([event for timeline in timelines for event in timeline.events])
 

@@ -8,9 +8,13 @@ import torch
 
 from pfeife.data.schedule import Action
 from pfeife.ir.combine import Divisor
+from pfeife.ir.evaluate import State
+from pfeife.ir.parts import Port
 from pfeife.lowering.buckets import Bucket
 from pfeife.lowering.channel import Channel
 from pfeife.lowering.envelope import Envelope, Tensors
+
+Layouts = Mapping[str, torch.Tensor | None]  # what stands for state in a program, by names
 
 
 class Transport(Protocol):
@@ -37,19 +41,23 @@ class Transport(Protocol):
     def release(self, destination: int, count: int) -> None:
         """Says that the first `count` messages to a rank that still count as sent have arrived."""
 
-    def reduce(self, bucket: Bucket, parts: Sequence[torch.Tensor]) -> "Reducing":
+    def reduce(self, bucket: Bucket, parts: Sequence[torch.Tensor]) -> "Beside":
         """Begins to reduce gradients, of this rank's parts and the others'."""
 
+    def unshard(self, ports: Sequence[Port], layouts: Layouts, state: State) -> "Beside":
+        """Begins to tell the members of a group the parameters that one of them keeps each, laid
+        out as the values that stand for them; who does not keep it needs no value in `state`."""
 
-class Reducing(Protocol):
-    """A bucket that is reduced while its rank goes on."""
+
+class Beside(Protocol):
+    """What is on its way while its rank goes on."""
 
     @property
     def ended(self) -> float:
         """When that was done, as time.perf_counter tells it, once it has been waited for."""
 
     def wait(self) -> Mapping[str, torch.Tensor]:
-        """Those of its gradients that this rank gets."""
+        """What this rank has of it then, gradients or parameters, by names."""
 
 
 @attrs.frozen(eq=False)
@@ -68,7 +76,8 @@ class Step:
 
     `values` has one mapping a microbatch; `at` is the index of the action under way, for those who
     look on from other threads. `reducing` are the buckets that were begun, by the indices of their
-    actions, and `reduced` says when what an action began was done. `envelopes` are those of the
+    actions, `telling` parameters of the `kept` ones by the stages of theirs, and `ended` says when
+    what an action began was done. `envelopes` are those of the
     messages, by their nodes, at the `sizes` of this step.
     """
 
@@ -77,12 +86,14 @@ class Step:
     sizes: Mapping[str, int]
     envelopes: Mapping[str, Envelope]
     values: list[dict[str, torch.Tensor]]
+    kept: State
     buffers: dict[str, torch.Tensor]
     sums: dict[str, torch.Tensor] = attrs.Factory(dict)
     results: list[dict[str, torch.Tensor]] = attrs.Factory(list)
     gradients: dict[str, torch.Tensor] = attrs.Factory(dict)
-    reducing: list[tuple[int, Reducing]] = attrs.Factory(list)
-    reduced: dict[Action, float] = attrs.Factory(dict)
+    reducing: list[tuple[int, Beside]] = attrs.Factory(list)
+    telling: dict[int, Beside] = attrs.Factory(dict)
+    ended: dict[Action, float] = attrs.Factory(dict)
     at: int = 0
 
 

@@ -35,6 +35,8 @@ def test_action_text_in_a_chain_is_torchs():
         "0SEND_F1@2": Action(0, Do.SEND_F, 1, 2),
         "2RECV_F1@0": Action(2, Do.RECV_F, 1, 0),
         "3REDUCE_GRAD": Action(3, Do.REDUCE_GRAD),
+        "1UNSHARD": Action(1, Do.UNSHARD),
+        "1RESHARD": Action(1, Do.RESHARD),
     }.items():
         assert str(action) == text and parse_action(text) == action
     assert received_as(Action(0, Do.SEND_F, 1, 2)) == Action(2, Do.RECV_F, 1, 0)
@@ -45,7 +47,7 @@ def test_action_text_in_a_chain_is_torchs():
     "text",
     [
         *("", "F", "F0", "0", "0G0", "0f0", "-1F0", "0F-1", "0F0 1", "0.0F0", "0F0@", "0F0@1"),
-        *("0SEND_F0@-1", "0RECV_F0", "0SEND_B0", "0SEND0", "0REDUCE_GRAD@1", "0UNSHARD"),
+        *("0SEND_F0@-1", "0RECV_F0", "0SEND_B0", "0SEND0", "0REDUCE_GRAD@1", "0UNSHARD@1"),
         *("\u0663F1", "0F\u00b2", "0F0\x00", "(0F0;1B0)OVERLAP_F_B", "9" * 5000 + "F0"),
     ],
 )

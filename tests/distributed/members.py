@@ -33,6 +33,7 @@ from pfeife import sched
 from pfeife._torch import is_absent
 from pfeife.backend.building.compiled import Compiled
 from pfeife.cost import estimate, machine, memory_curves, timing_of
+from pfeife.data.schedule import Do
 from pfeife.factors import Place
 from pfeife.integrations.transformers import pipelined
 from pfeife.ir.members import (
@@ -51,6 +52,7 @@ from pfeife.ir.members import (
     reduce_scatter,
     shift,
 )
+from pfeife.lowering.telling import aligned
 from pfeife.runtime.distributed.links.collectives import Collectives
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.distributed.process_group import join_world
@@ -259,7 +261,8 @@ def memory_of_members_is_as_said() -> None:
     cut, way = {"*.weight": 0, "*.qkv.weight": Place(0, 3)}, pfeife.compose
     programs = (
         *((PLACES, None, way(), few), (PLACES, None, beside, few), (cut, None, beside, few)),
-        *(("cut", None, way(), few), ("cut", None, beside, few), ("gathered", {}, way(), few)),
+        *(("cut", None, way(), few), ("cut", None, beside, few)),
+        *(("gathered", {}, way(), few), ("cut", {}, way(), few), (cut, {}, beside, few)),
         # Sums of more than 64 KiB are added up in parts.
         *((PLACES, None, way(), many), (PLACES, None, beside, many)),
     )
@@ -562,12 +565,15 @@ def what_members_take() -> None:
     assert not any(is_absent(p) or is_absent(p.grad) for p in kept)
     # The account is that of the member which keeps most.
     most = max(by_member, key=lambda kept: sum(p.nbytes for p in kept))
-    parts = sum(port.bytes for port in ports.values() if port.split)
-    assert curve.held["parameters"] == parts + sum(p.nbytes for p in [*uncut, *most])
+    assert curve.held["parameters"] == sum(p.nbytes for p in [*uncut, *most])
     steps = 4 * len([*uncut, *most])
     assert curve.held["optimizer"] == 2 * sum(p.nbytes for p in [*uncut, *most]) + steps
-    # As few bytes are gathered in one message, and then are there as parts and as wholes.
-    assert curve.held["whole gradients"] == 2 * sum(p.nbytes for p in most)
+    # Parts of all are there from when they are told until they are dropped.
+    parts = sum(aligned(port.bytes) for port in ports.values() if port.split)
+    assert curve.at_peak["members' parameters"] == parts
+    dropped = next(point for point in curve.points if point.action.do == Do.RESHARD)
+    (before,) = (point for point in curve.points if point.action.do == Do.REDUCE_GRAD)
+    assert before.after - dropped.after == parts
 
 
 class Orthogonal(torch.optim.Optimizer):

@@ -78,7 +78,7 @@ def ascending(order: Schedule) -> bool:
         (CHAIN.replace("0RECV_B0", "1RECV_F0"), r"rank 0: .*\[1RECV_F0\] 0B0: stage 1 runs on ra"),
         ("0F0,0REDUCE_GRAD,0B0\n", r"rank 0: 0F0 0REDUCE_GRAD \[0B0\]: a gradient comes after its"),
         ("0F0,0I0,0REDUCE_GRAD,0W0\n", r"0I0 0REDUCE_GRAD \[0W0\]: a gradient comes after its"),
-        ("0F0,0B0,0REDUCE_GRAD0\n", r"\[0REDUCE_GRAD0\]: a reduction is of all microbatches"),
+        ("0F0,0B0,0REDUCE_GRAD0\n", r"\[0REDUCE_GRAD0\]: the reduction of gradients is of all"),
         ("0F0,0B0,0REDUCE_GRAD,0REDUCE_GRAD\n", r"REDUCE_GRAD \[0REDUCE_GRAD\]: scheduled more"),
         (
             "0F0,0B0,0REDUCE_GRAD,1REDUCE_GRAD\n1F0,1B0,1REDUCE_GRAD,0REDUCE_GRAD\n",

@@ -49,7 +49,10 @@ EVEN = (512,) * 9
         ),
         (
             *(EVEN, {"microbatches": 32, "rate": 1e7, "members": 2, "parallel": "gathered"}),
-            *("gradients are reduced for 26% of the step: join the members", {"rate": 1e8}),
+            *(
+                "parameters are told and gradients reduced for 78% of the step: join the members",
+                {"rate": 1e8},
+            ),
         ),
         (EVEN, {"microbatches": 64, "rate": 1e10}, "ranks compute for ", {}),
     ],

@@ -14,7 +14,6 @@ from pfeife.data.schedule import Schedule
 from pfeife.ir.combine import add, mean
 from pfeife.ir.evaluate import Result, State, averaged, with_statistics
 from pfeife.ir.microbatch import Counted, counts_of
-from pfeife.ir.nodes import value_of
 from pfeife.ir.parts import Port, Role
 from pfeife.ir.program import Program
 from pfeife.lowering.envelope import Envelope, Tensors, envelope_of
@@ -24,7 +23,7 @@ from pfeife.runtime.distributed.links.connection import Connection
 from pfeife.runtime.distributed.links.tangent_check import compared, sketch
 from pfeife.runtime.distributed.liveness.heartbeat import Activity
 from pfeife.runtime.distributed.process_group import join_world
-from pfeife.runtime.distributed.state.whole_state import own_parts, whole_gradients
+from pfeife.runtime.distributed.state.whole_state import check_kept
 from pfeife.runtime.distributed.transport import DistributedTransport
 from pfeife.runtime.distributed.world.batch_norms import statistics_of_all
 from pfeife.runtime.distributed.world.world import World
@@ -164,11 +163,6 @@ class DistributedPipeline(Pipeline["DistributedStep"]):
         return value.chunk(self.program.replicas, port.batch_dim or 0)[replica]
 
     @functools.cached_property
-    def _layouts(self) -> dict[str, torch.Tensor | None]:
-        """What stands for state where the program was made, by names."""
-        return {port.fqn: value_of(self.program.node(port.name)) for port in self.runner.state}
-
-    @functools.cached_property
     def _readers(self) -> dict[str, list[int]]:
         """The ranks of a pipeline whose calls use an input, by its port's name; all of them where
         it is used outside of calls."""
@@ -184,7 +178,9 @@ class DistributedPipeline(Pipeline["DistributedStep"]):
 
     def _started(self, state: State, parts: Sequence[Part]) -> "DistributedStep":
         transport = self.transport.for_step()
-        state = own_parts(self.runner.state, self._layouts, state, transport, self.device)
+        for port in self.runner.state:
+            if port.keeper == self.mesh.member:
+                check_kept(port, state[port.fqn])
         return DistributedStep(self, self.runner.start(state, parts[0], transport), transport)
 
 
@@ -271,11 +267,16 @@ class DistributedStep(PipelineStep):
             )
             batch_gradients = averaged(self.pipeline.program, shared_gradients)
             buffers = self._with_statistics(rank_result).buffers if outputs else {}
-            ports = self.pipeline.program.ports(Role.GRADIENT)
-            gradients = whole_gradients(ports, rank_result.gradients, self.transport)
+            gradients = self._own_gradients(rank_result.gradients)
             # Last, since every rank waits here for all: either all have a result, or none has.
             loss, overflow, self.figures = self._loss(rank_result)
             return Result(loss, shared, gradients, buffers, batch_gradients, overflow)
+
+    def _own_gradients(self, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Without those that other members keep."""
+        ports, here = self.pipeline.program.ports(Role.GRADIENT), self.pipeline.mesh.member
+        own = {port.fqn for port in ports if port.keeper in (None, here)}
+        return {name: gradient for name, gradient in gradients.items() if name in own}
 
     def _with_statistics(self, rank_result: Result) -> Result:
         program, world, mesh = self.pipeline.program, self.transport.world, self.pipeline.mesh

@@ -9,19 +9,23 @@ import torch
 import torch.distributed as dist
 
 from pfeife.data.machine import Mesh
+from pfeife.ir.evaluate import State
 from pfeife.ir.messages import messages
-from pfeife.ir.parts import Reduction
+from pfeife.ir.parts import Port, Reduction
 from pfeife.ir.program import Program
 from pfeife.lowering.buckets import Bucket, buckets_of
 from pfeife.lowering.envelope import Envelope, Tensors
+from pfeife.lowering.telling import tellings
 from pfeife.runtime.buffered import Buffered
 from pfeife.runtime.distributed.links.buffers import Buffers
 from pfeife.runtime.distributed.links.channels import Incoming, Outgoing, Works
 from pfeife.runtime.distributed.links.connection import Connection, queued_by_now
 from pfeife.runtime.distributed.links.cuda_launch import check_launching
-from pfeife.runtime.distributed.links.reducing import Reducing, Route
+from pfeife.runtime.distributed.links.reducing import Beside, Route
 from pfeife.runtime.distributed.links.warm_up import REDUCE
+from pfeife.runtime.distributed.state.whole_state import Message
 from pfeife.runtime.distributed.world.world import World
+from pfeife.runtime.step import Layouts
 
 
 class DistributedTransport(Buffered):
@@ -47,16 +51,14 @@ class DistributedTransport(Buffered):
         self.device: torch.device | None = world.device
         self.replica, self.rank = mesh.place(world.rank)
         self.patience = world.patience
+        # Of the members that share the work of this rank: while they compute, and beside that.
+        self.group = self._among_members("members")
+        self.beside = self._among_members(REDUCE)
         self.routes = self._routes(program)
         self.out: dict[int, Outgoing] = {}
         self.into: dict[int, Incoming] = {}
         # All ranks make all connections in this order: who makes one waits for its other members.
         self._connect(program)
-        self.group: Connection | None = None  # of the members that share the work of this rank
-        for group in mesh.groups if mesh.members > 1 else ():
-            connection = world.connection_of(group, "members")
-            if connection.mine:
-                self.group = connection
         self.within: Connection | None = None  # None for all ranks
         each = (pipeline for own in mesh.each_member for pipeline in own.pipelines)
         for pipeline in each if apart else ():
@@ -103,8 +105,15 @@ class DistributedTransport(Buffered):
             for members in self._members(bucket.first):
                 connection = self.world.connection_of(members, REDUCE)
                 if connection.mine:
-                    routes[bucket.first.name] = Route(bucket, self.mesh, self.replica, connection)
+                    place = self.mesh, self.replica
+                    routes[bucket.first.name] = Route(bucket, *place, connection, self.beside)
         return routes
+
+    def _among_members(self, purpose: str) -> Connection | None:
+        """That of this rank's members; all ranks make those of all groups, in one order."""
+        groups = self.mesh.groups if self.mesh.members > 1 else ()
+        connections = [self.world.connection_of(group, purpose) for group in groups]
+        return next((each for each in connections if each.mine), None)
 
     def _members(self, first: Reduction) -> list[list[int]]:
         """Ranks of the world that reduce a gradient together: of each replica and member, or of all
@@ -165,7 +174,24 @@ class DistributedTransport(Buffered):
         """Waits for a collective of the members."""
         self.world.wait(work)
 
-    def reduce(self, bucket: Bucket, parts: Sequence[torch.Tensor]) -> Reducing:
+    def unshard(self, ports: Sequence[Port], layouts: Layouts, state: State) -> Beside:
+        """Begins to tell members what this rank keeps, and to be told what others do."""
+        assert self.beside is not None
+        told = tellings(ports, self.mesh.members)
+        messages = [Message(telling, state, self.beside) for telling in told]
+        touched = [each for message in messages for each in (*message.rooms, message.sent)]
+
+        def run() -> None:
+            for message in messages:
+                message.run()
+
+        def values() -> dict[str, torch.Tensor]:
+            each = (message.values(layouts) for message in messages)
+            return dict(itertools.chain.from_iterable(each))
+
+        return Beside(self.world.reducer.begin(run, touched), self.world.wait, values)
+
+    def reduce(self, bucket: Bucket, parts: Sequence[torch.Tensor]) -> Beside:
         """Begins to reduce a bucket, beside what the rank computes."""
         route, reducer, wait = self.routes[bucket.first.name], self.world.reducer, self.world.wait
         # The job runs beside what the rank computes, in the order of the schedule on every rank.
@@ -173,10 +199,18 @@ class DistributedTransport(Buffered):
             totals = [part.coalesce() for part in parts]
             begun = reducer.begin(lambda: route.run_sparse(totals), totals)
             names = [reduction.name for reduction in bucket.reductions]
-            return Reducing(begun, wait, dict(zip(names, totals, strict=True)))
+            return Beside(begun, wait, lambda: dict(zip(names, totals, strict=True)))
         flat = route.packed(parts)
         scratch = self.buffers.scratch
         owned_sum = flat.new_empty(route.piece) if bucket.owned else None
         sums = flat if owned_sum is None else owned_sum
-        begun = reducer.begin(lambda: route.run(flat, scratch, owned_sum), (flat, scratch, sums))
-        return Reducing(begun, wait, route.sums(sums), flat)
+        result = route.room(flat) if bucket.cut else route.sums(sums)
+
+        def run() -> None:
+            if bucket.members > 1:
+                route.run(flat, scratch, owned_sum)
+            if bucket.cut and bucket.share(self.replica, self.mesh.member):
+                route.join(sums, scratch, result)
+
+        begun = reducer.begin(run, (flat, scratch, sums, *result.values()))
+        return Beside(begun, wait, lambda: result, (flat, sums))

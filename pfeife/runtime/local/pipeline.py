@@ -15,7 +15,7 @@ from pfeife import _torch
 from pfeife.data.schedule import Action, Schedule
 from pfeife.ir.combine import add, mean
 from pfeife.ir.evaluate import Result, State
-from pfeife.ir.parts import Reduction, Role
+from pfeife.ir.parts import Port, Reduction, Role
 from pfeife.ir.program import Program
 from pfeife.lowering.buckets import Bucket
 from pfeife.lowering.channel import Channel
@@ -28,7 +28,7 @@ from pfeife.runtime.peak import peak_bytes
 from pfeife.runtime.phase_guard import PhaseGuard
 from pfeife.runtime.pipeline import Pipeline, PipelineStep, Tangents, moved
 from pfeife.runtime.results import joined, trained_on
-from pfeife.runtime.step import Observer, Part, Step, Watch
+from pfeife.runtime.step import Beside, Layouts, Observer, Part, Step, Watch
 
 TICK = 1.0  # seconds after which a wait looks for signals
 
@@ -101,6 +101,10 @@ class LocalTransport:
                     self.world.reduced[self.key(reduction)] = total, time.perf_counter()
             self.world.changed.notify_all()
         return LocalReducing(self, bucket)
+
+    def unshard(self, ports: Sequence[Port], layouts: Layouts, state: State) -> Beside:
+        """No rank of a process is a member of a group: a `LocalPipeline` is not made of those."""
+        raise NotImplementedError
 
     def wait_until(self, there: Callable[[], bool]) -> None:
         """With the lock of what has changed. Raises Aborted if another rank has failed."""

@@ -182,7 +182,7 @@ def no_room(curve: MemoryCurve, limited_by: str, limit: float) -> OutOfMemory:
     """What to raise for a plan whose worst rank needs more than a limit."""
     bytes_of = {**curve.held, **curve.at_peak}
     parts = {word: bytes_of.pop(word, 0) for word in ("parameters", "gradients", "optimizer")}
-    parts["gradients"] += bytes_of.pop("whole gradients", 0)
+    parts["parameters"] += bytes_of.pop("members' parameters", 0)
     parts["activations"] = sum(bytes_of.pop(word, 0) for word in _ACTIVATIONS)
     parts["buffers, batch and results"] = sum(bytes_of.values())
     account = ", ".join(f"{word} {size(count)}" for word, count in parts.items())

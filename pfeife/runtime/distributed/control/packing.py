@@ -4,14 +4,13 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from pfeife.lowering.telling import aligned
 from pfeife.runtime.distributed.control.questions import as_bytes
-
-_ALIGNED = 16  # bytes: where a tensor starts in a message
 
 
 def room(sizes: Iterable[int]) -> int:
     """The bytes of a message of tensors of so many bytes."""
-    return sum(_rounded(size) for size in sizes)
+    return sum(aligned(size) for size in sizes)
 
 
 def empty(tensors: Sequence[torch.Tensor], device: torch.device | str = "cpu") -> torch.Tensor:
@@ -25,7 +24,7 @@ def pack(tensors: Sequence[torch.Tensor], device: torch.device | str = "cpu") ->
     at = 0
     for tensor in tensors:
         message[at : at + tensor.nbytes] = as_bytes(tensor.detach().to(device).contiguous())
-        at += _rounded(tensor.nbytes)
+        at += aligned(tensor.nbytes)
     return message
 
 
@@ -34,7 +33,7 @@ def views(message: torch.Tensor, tensors: Iterable[torch.Tensor]) -> Iterator[to
     at = 0
     for tensor in tensors:
         yield message[at : at + tensor.nbytes].view(tensor.dtype).reshape(tensor.shape)
-        at += _rounded(tensor.nbytes)
+        at += aligned(tensor.nbytes)
 
 
 def unpack(message: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
@@ -42,7 +41,3 @@ def unpack(message: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     with torch.no_grad():
         for tensor, dense in zip(tensors, views(message, tensors), strict=True):
             tensor.copy_(dense)
-
-
-def _rounded(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED

@@ -130,6 +130,11 @@ def queued_by_now(device: torch.device) -> Any:
     return torch.cuda.current_stream(device).record_event()
 
 
+def finished(work: Any, like: torch.Tensor) -> None:
+    """Waits for a collective; on CUDA the stream does, and NCCL's watchdog looks after it."""
+    work.wait() if like.is_cuda else work.wait(FOREVER)
+
+
 def wait_for_queued(work: dist.Work, check: Callable[[], None]) -> None:
     """Until NCCL has done something, as long as `check` does not raise. It is asked: `wait` with a
     time aborts the communicator when that is over, though the others may only be late; without a

@@ -2,6 +2,7 @@
 
     parts -> flat ---alltoall---> scratch --added in order--> sums ---to all---> flat
              (copied)             a piece of each member     (averaged)     or kept by their owner
+    of what members have parts    sums ---alltoall---> scratch ---put together---> whole gradients
 
 A sum is that of the members' parts in their order wherever it stands in a bucket, which a ring
 does not keep to: so the bits depend neither on the sizes of buckets nor on what else is under way.
@@ -20,7 +21,7 @@ import torch
 from pfeife import _torch
 from pfeife.data.machine import Mesh
 from pfeife.lowering.buckets import Bucket
-from pfeife.runtime.distributed.links.connection import FOREVER, Connection
+from pfeife.runtime.distributed.links.connection import Connection, finished
 from pfeife.runtime.local.threads import flushes_denormals
 
 
@@ -106,12 +107,13 @@ class _Queued:
 @attrs.frozen(eq=False, slots=False)
 class Route:
     """How a bucket travels for one member of a mesh, which is in a replica; pieces stand in the
-    order of the connection's ranks."""
+    order of the connection's ranks. `group` is that of the members of its rank."""
 
     bucket: Bucket
     mesh: Mesh
     replica: int
     connection: Connection
+    group: Connection | None
 
     @cached_property
     def _places(self) -> list[tuple[int, int]]:
@@ -169,17 +171,49 @@ class Route:
         piece_sizes = [bucket.piece(*place) * bucket.dtype.itemsize for place in self._places]
         scratch = scratch[: size * bucket.members]
         sent = flat.view(torch.uint8)
-        _done(group.alltoall_base(scratch, sent, [size] * bucket.members, piece_sizes), flat)
+        finished(group.alltoall_base(scratch, sent, [size] * bucket.members, piece_sizes), flat)
         total = self._added(scratch.view(bucket.dtype).view(bucket.members, -1))
         if owned_sum is None:
-            _done(_torch.gather_into(group, sent, total.view(torch.uint8)), flat)
+            finished(_torch.gather_into(group, sent, total.view(torch.uint8)), flat)
         else:
             owned_sum.copy_(total)
+
+    def room(self, like: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Memory for the gradients that this member puts together."""
+        kept = self.bucket.kept(self.replica, self.mesh.member)
+        reductions = self.bucket.reductions
+        return {
+            reductions[place].name: like.new_empty(split.whole(self.bucket.shapes[place]))
+            for place in kept
+            if (split := reductions[place].split) is not None
+        }
+
+    def join(
+        self, sums: torch.Tensor, scratch: torch.Tensor, whole: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Sends keepers the parts, and puts together those that it keeps.
+
+        sums      what it has of what member 0 keeps, of what member 1 keeps, ...
+        scratch   [members, what it keeps]      row j is of member j
+        """
+        assert self.group is not None
+        bucket, members = self.bucket, range(len(self.group.ranks))
+        sizes = [bucket.kept_bytes(self.replica, member) for member in members]
+        own = sizes[self.mesh.member]
+        sent, scratch = sums.view(torch.uint8)[: sum(sizes)], scratch[: own * len(sizes)]
+        finished(self.group.group.alltoall_base(scratch, sent, [own] * len(sizes), sizes), sums)
+        rows, at = scratch.view(bucket.dtype).view(len(sizes), -1), 0
+        for place in bucket.kept(self.replica, self.mesh.member):
+            reduction, elements = bucket.reductions[place], bucket.elements[place]
+            assert reduction.split is not None
+            parts = rows[:, at : at + elements].reshape(len(sizes), *bucket.shapes[place])
+            whole[reduction.name].copy_(reduction.split.joined(parts))
+            at += elements
 
     def run_sparse(self, totals: Sequence[torch.Tensor]) -> None:
         """Sums in place. Gloo sends the rows that gradients have; other backends refuse them."""
         for total in totals:
-            _done(self.connection.group.allreduce(total), total)
+            finished(self.connection.group.allreduce(total), total)
             if self.bucket.first.average:
                 total.div_(self.bucket.first.replicas)
 
@@ -205,20 +239,15 @@ def _view(flat: torch.Tensor, at: int, bucket: Bucket, place: int) -> torch.Tens
     return flat[at : at + bucket.elements[place]].view(bucket.shapes[place])
 
 
-def _done(work: Any, like: torch.Tensor) -> None:
-    """Waits for a collective; on CUDA the stream does, and NCCL's watchdog looks after it."""
-    work.wait() if like.is_cuda else work.wait(FOREVER)
-
-
 @attrs.frozen(eq=False)
-class Reducing:
-    """A bucket on its way: once what was `begun` is over, `sums` has what this rank gets of it.
-    `beside` is what must live as long."""
+class Beside:
+    """What is on its way beside what a rank computes: once what was `begun` is over, `result` says
+    what this rank has of it. `holding` is what must live as long."""
 
     begun: _Job | _Queued
     waiting: Callable[[Any], None]
-    sums: Mapping[str, torch.Tensor]
-    beside: torch.Tensor | None = None
+    result: Callable[[], Mapping[str, torch.Tensor]]
+    holding: Sequence[torch.Tensor] = ()
 
     @property
     def ended(self) -> float:
@@ -226,6 +255,6 @@ class Reducing:
         return self.begun.ended
 
     def wait(self) -> Mapping[str, torch.Tensor]:
-        """What this rank gets of the bucket, once that is there."""
+        """What this rank has of it, once that is there."""
         self.waiting(self.begun)
-        return self.sums
+        return self.result()

@@ -53,7 +53,7 @@ def _message(sender: int) -> Callable[[Connection, torch.Tensor], None]:
 
 _USES = {
     ALL_RANKS: (_broadcast, _gather),
-    REDUCE: (_exchange, _gather),
+    REDUCE: (_exchange, _gather, _broadcast),
     DOWN: (_message(0),),
     UP: (_message(1),),
 }

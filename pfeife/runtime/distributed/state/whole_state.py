@@ -1,44 +1,98 @@
-"""State that one member of a group keeps, where a program reads and gives parts.
+"""Parameters that one member of a group keeps, and tells the others in each step.
 
             member 0               member 1
 weight      [8, 4], the keeper     absent             the user's
-in a step   rows 0 to 3 <--------> rows 4 to 7        `own_parts`: the keeper tells them
+in a step   rows 0 to 3 <--------> rows 4 to 7        `Message`: the keeper tells them
 gradient    of rows 0 to 3         of rows 4 to 7
-.grad       [8, 4] <-------------- absent             `whole_gradients`: the keeper is told
+.grad       [8, 4] <-------------- absent             the keeper is told (`links.reducing`)
 
-What is not cut the keeper tells the others as a whole, once for all microbatches; of its gradient
-all have the sum, which the keeper alone needs.
+What is not cut the keeper tells the others as a whole; of its gradient all have the sum, which the
+keeper alone needs.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator
 
 import torch
 
 from pfeife.ir.evaluate import State
 from pfeife.ir.parts import Port
-from pfeife.lowering.buckets import told_together
-from pfeife.runtime.distributed.control.packing import empty, pack, views
-from pfeife.runtime.distributed.links.collectives import Group
+from pfeife.lowering.telling import Telling, aligned
+from pfeife.runtime.distributed.control.packing import pack, views
+from pfeife.runtime.distributed.links.connection import Connection, finished
+from pfeife.runtime.step import Layouts
 
 
-def own_parts(
-    ports: Iterable[Port],
-    layouts: Mapping[str, torch.Tensor | None],
-    state: State,
-    group: Group,
-    device: torch.device,
-) -> State:
-    """The state with a member's own parts of what one of them keeps (collective among them), whole
-    ones in `layouts` of which the program was made, by names."""
-    own = dict(state)
-    for together in told_together(ports):
-        cut = [port for port in together if port.split]
-        if cut:
-            own |= _told(cut, state, group, device)
-        whole = [port for port in together if not port.split]
-        for name, value in _announced(whole, state, group, device).items():
-            own[name] = _laid_out(value, layouts[name])
-    return own
+class Message:
+    """What is told at one time, on its way: memory for it is there from the beginning.
+
+            parts                                              wholes
+    sent    [members, what this one keeps], row j for j        what this one keeps
+    rooms   what member 0 keeps, what member 1 keeps, ...      the same; of its own none
+    """
+
+    def __init__(self, telling: Telling, state: State, connection: Connection):
+        self.telling, self.connection = telling, connection
+        here, device = connection.place, connection.device
+        self.own = {port.fqn: state[port.fqn] for port in telling.kept[here]}
+        sizes = list(map(telling.bytes, range(len(telling.kept))))
+        if telling.cut:
+            self.room = _bytes(sum(sizes), device)
+            self.rooms = self.room.split(sizes)
+            self.sent = self._parts(_bytes(telling.packed_bytes(here), device))
+        else:
+            self.rooms = tuple(_bytes(0 if m == here else n, device) for m, n in enumerate(sizes))
+            self.sent = pack(list(self.own.values()), device)
+
+    def _parts(self, sent: torch.Tensor) -> torch.Tensor:
+        rows, at = sent.view(len(self.rooms), -1), 0
+        for port in self.telling.kept[self.connection.place]:
+            assert port.split is not None
+            parts = rows[:, at : at + port.part_bytes].view(port.given_dtype)
+            port.split.scatter(self.own[port.fqn].detach(), parts.unflatten(1, port.shape))
+            at += aligned(port.part_bytes)
+        return sent
+
+    def run(self) -> None:
+        """Sends what this member keeps, and is told what others do."""
+        group, here = self.connection.group, self.connection.place
+        if self.telling.cut:
+            arriving = [len(room) for room in self.rooms]
+            sent = [arriving[here]] * len(arriving)
+            finished(group.alltoall_base(self.room, self.sent, arriving, sent), self.sent)
+            return
+        messages = [self.sent if m == here else room for m, room in enumerate(self.rooms)]
+        for work in [group.broadcast(each, m) for m, each in enumerate(messages) if len(each)]:
+            finished(work, self.sent)
+
+    def values(self, layouts: Layouts) -> Iterator[tuple[str, torch.Tensor]]:
+        """What the program computes with, by names; wholes in the `layouts` of which it was
+        made."""
+        cut, here = self.telling.cut, self.connection.place
+        for member, (ports, room) in enumerate(zip(self.telling.kept, self.rooms, strict=True)):
+            if member == here and not cut:
+                yield from self.own.items()
+                continue
+            for port, value in zip(ports, views(room, map(_meant, ports)), strict=True):
+                yield port.fqn, _laid_out(value, None if cut else layouts[port.fqn])
+
+
+def _bytes(size: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def _meant(port: Port) -> torch.Tensor:
+    """As a program computes with it, but for what it is cast to."""
+    return torch.empty(port.shape, dtype=port.given_dtype, device="meta")
+
+
+def check_kept(port: Port, value: torch.Tensor) -> None:
+    """Raises ValueError for a value that is another one than the program says."""
+    # The others would wait for other parts, or take the bytes of these for those of other numbers.
+    if value.shape != port.given_shape or value.dtype != port.given_dtype:
+        raise ValueError(
+            f"{port.fqn} has the shape {list(value.shape)} in {value.dtype}, the program was "
+            f"captured for {list(port.given_shape)} in {port.given_dtype}"
+        )
 
 
 def _laid_out(value: torch.Tensor, like: torch.Tensor | None) -> torch.Tensor:
@@ -49,122 +103,3 @@ def _laid_out(value: torch.Tensor, like: torch.Tensor | None) -> torch.Tensor:
     order = sorted(range(like.dim()), key=like.stride, reverse=True)
     back = sorted(range(like.dim()), key=order.__getitem__)
     return value.permute(order).contiguous().permute(back)
-
-
-def _announced(ports: Sequence[Port], state: State, group: Group, device: torch.device) -> State:
-    """Whole values, of which keepers tell the others: one message of each keeper."""
-    connection = group.group
-    assert connection is not None
-    own: dict[str, torch.Tensor] = {}
-    under_way = []
-    for member in range(len(connection.ranks)):
-        kept = [port for port in ports if port.keeper == member]
-        if not kept:
-            continue
-        if member == connection.place:
-            message = pack([_checked(port, state[port.fqn]) for port in kept], device)
-        else:
-            meant = [torch.empty(p.shape, dtype=p.given_dtype, device="meta") for p in kept]
-            message = empty(meant, device)
-            names = (port.fqn for port in kept)
-            own |= zip(names, views(message, meant), strict=True)
-        under_way.append((connection.group.broadcast(message, member), message))
-    for work, _ in under_way:
-        group.wait(work)
-    return own
-
-
-def _told(ports: Sequence[Port], state: State, group: Group, device: torch.device) -> State:
-    """A member's parts of values, of each of which its keeper has the whole.
-
-    sent      [members, bytes of all that it keeps]      row j is for member j
-    arrived   what member 0 keeps, what member 1 keeps, ...
-    """
-    connection = group.group
-    assert connection is not None
-    here, members = connection.place, range(len(connection.ranks))
-    kept = [[port for port in ports if port.keeper == member] for member in members]
-    stacks = [_stacked(port, state[port.fqn]) for port in kept[here]]
-    arriving = [sum(port.part_bytes for port in each) for each in kept]
-    arrived = torch.empty(sum(arriving), dtype=torch.uint8, device=device)
-    sent = _rows(stacks).flatten() if stacks else arrived[:0]
-    group.wait(
-        connection.group.alltoall_base(arrived, sent, arriving, [arriving[here]] * len(kept))
-    )
-    in_order = [port for each in kept for port in each]
-    pieces = arrived.split([port.part_bytes for port in in_order])
-    return {
-        port.fqn: _own(piece).view(port.given_dtype).view(port.shape)
-        for port, piece in zip(in_order, pieces, strict=True)
-    }
-
-
-def _stacked(port: Port, value: torch.Tensor) -> torch.Tensor:
-    """Every member's part of what this one keeps."""
-    assert port.split is not None
-    return port.split.stacked(_checked(port, value))
-
-
-def _checked(port: Port, value: torch.Tensor) -> torch.Tensor:
-    """A value that is as the program says."""
-    # The others would wait for other parts, or take the bytes of these for those of other numbers.
-    if value.shape != port.given_shape or value.dtype != port.given_dtype:
-        raise ValueError(
-            f"{port.fqn} has the shape {list(value.shape)} in {value.dtype}, the program was "
-            f"captured for {list(port.given_shape)} in {port.given_dtype}"
-        )
-    return value
-
-
-def _rows(stacks: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The bytes of several tensors, by their first dimension: one row for each place in it."""
-    rows = [stack.flatten(1).view(torch.uint8) for stack in stacks]
-    return torch.cat(rows, 1) if len(rows) > 1 else rows[0]
-
-
-def _own(piece: torch.Tensor) -> torch.Tensor:
-    """Some bytes in memory of their own, where kernels want them to begin."""
-    return piece if len(piece) == piece.untyped_storage().nbytes() else piece.clone()
-
-
-def whole_gradients(
-    ports: Iterable[Port], gradients: Mapping[str, torch.Tensor], group: Group
-) -> dict[str, torch.Tensor]:
-    """A member's gradients: of what one of them keeps, that has the whole, made of all parts
-    (collective among the members)."""
-    by_name = {port.fqn: port for port in ports}
-    whole = dict(gradients)
-    for together in told_together(by_name[name] for name in gradients if by_name[name].split):
-        whole |= _gathered(together, gradients, group)
-    here = group.group.place if group.group else None
-    return {
-        name: gradient for name, gradient in whole.items() if by_name[name].keeper in (None, here)
-    }
-
-
-def _gathered(
-    ports: Sequence[Port], gradients: Mapping[str, torch.Tensor], group: Group
-) -> dict[str, torch.Tensor]:
-    """The whole gradients of what this member keeps.
-
-    sent      what it has of what member 0 keeps, of what member 1 keeps, ...
-    arrived   [members, bytes of all that it keeps]      row j is of member j
-    """
-    connection = group.group
-    assert connection is not None
-    here, members = connection.place, len(connection.ranks)
-    kept = [[port for port in ports if port.keeper == member] for member in range(members)]
-    parts = [[gradients[port.fqn].unsqueeze(0).contiguous() for port in each] for each in kept]
-    lengths = [[part.nbytes for part in each] for each in parts]
-    sent = _rows([part for each in parts for part in each]).flatten()
-    sending = list(map(sum, lengths))
-    arrived = sent.new_empty((members, sending[here]))
-    arriving = [sending[here]] * members
-    group.wait(connection.group.alltoall_base(arrived.flatten(), sent, arriving, sending))
-    whole = {}
-    pairs = zip(kept[here], parts[here], arrived.split(lengths[here], 1), strict=True)
-    for port, part, pieces in pairs:
-        assert port.split is not None
-        stack = pieces.flatten().view(part.dtype).view(members, *port.shape)
-        whole[port.fqn] = port.split.joined(stack)
-    return whole
