@@ -18,8 +18,11 @@ from forked import Report
 
 import pfeife
 from pfeife.data.schedule import Action
+from pfeife.runtime.distributed.links import reducing
+from pfeife.runtime.distributed.links.connection import finished
 from pfeife.runtime.distributed.pipeline import DistributedPipeline, DistributedStep
 from pfeife.runtime.distributed.process_group import join_world
+from pfeife.runtime.distributed.state import whole_state
 from pfeife.runtime.distributed.transport import DistributedTransport
 from pfeife.runtime.failure import PipelineError
 from pfeife.testing import own_gradients
@@ -112,12 +115,19 @@ class Ill:
         victim has begun to give its part, and before it has those of others."""
         waits, wait = itertools.count(), DistributedTransport.wait
 
-        def struck(transport: DistributedTransport, work: Any) -> None:
-            if self.mine and self.trial.members and next(waits) == self.trial.at:
-                self.strike()
-            wait(transport, work)
+        def counted(wait: Callable) -> Callable:
+            def struck(*args: Any) -> None:
+                if self.mine and self.trial.members and next(waits) == self.trial.at:
+                    self.strike()
+                wait(*args)
 
-        with mock.patch.object(DistributedTransport, "wait", struck):
+            return struck
+
+        with (
+            mock.patch.object(DistributedTransport, "wait", counted(wait)),
+            mock.patch.object(whole_state, "finished", counted(finished)),
+            mock.patch.object(reducing, "finished", counted(finished)),
+        ):
             yield
 
     def watch(self, _: int) -> Callable[[Action], None]:

@@ -15,11 +15,10 @@ import pfeife
 from pfeife import sched
 from pfeife.data.schedule import Action, Schedule
 from pfeife.ir.members import ALONE, MEANING
-from pfeife.ir.parts import Role
 from pfeife.ir.program import Program
-from pfeife.lowering.buckets import told_together
+from pfeife.lowering.buckets import buckets_of
 from pfeife.lowering.envelope import APART
-from pfeife.runtime.results import owner
+from pfeife.lowering.telling import kept_by_stage, tellings
 
 WIDTH, ROWS = 8, 2
 MANY = APART // (4 * WIDTH)  # rows of values that another thread sends
@@ -164,18 +163,23 @@ class Case:
         return sum(node.op == "call_function" and "pass_on" in str(node.target) for node in nodes)
 
     def collectives(self, rank: int) -> int:
-        """How many collectives a member is in within a step: keepers tell the parts of parameters
-        that are cut before all actions, some in one message, and are told those of the gradients
-        after them."""
-        program = self.program
-        kept = [
-            port
-            for port in program.ports(Role.GRADIENT)
-            if port.keeper is not None and owner(program, port) == self._place(rank)
+        """How many collectives a member is in within a step: keepers tell parameters, some in one
+        message, then come those of the actions, and gradients in their buckets."""
+        program, place = self.program, self._place(rank)
+        told = [
+            1 if telling.cut else sum(map(bool, telling.kept))
+            for kept in kept_by_stage(program)
+            if kept.rank == place
+            for telling in tellings(kept.ports, program.members)
+        ]
+        reduced = [
+            bucket.cut + (bucket.members > 1) * (1 if bucket.owned else 2)
+            for bucket in buckets_of(program)
+            if place in bucket.first.ranks
         ]
         nodes = [node for action in self.actions(rank) for node in self._nodes(action)]
-        told = MEANING.keys() - ALONE
-        return 2 * len(told_together(kept)) + sum(node.target in told for node in nodes)
+        among = sum(node.target in MEANING.keys() - ALONE for node in nodes)
+        return sum(told) + among + sum(reduced)
 
     def _nodes(self, action: Action) -> list[fx.Node]:
         """Those of the bodies that an action runs."""

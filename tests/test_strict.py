@@ -33,13 +33,16 @@ def run(
     job=steps_of,
     apart=False,
     case=Case.TRAINING,
+    members=1,
     **made,
 ):
     """A step of a net with skip connections and a tied weight, on ranks of the model. Reductions
     come last where hosts compute: these wait for them."""
     overlap = pace != Pace.COMPUTING
+    made |= {"members": members}
     program, lowered = on_ranks(schedule, replicas, case=case, overlap=overlap, **made)
-    _, state, batches = skipping(case, microbatches=schedule.microbatches * replicas)
+    count = schedule.microbatches * replicas
+    _, state, batches = skipping(case, microbatches=count, members=members)
     options = {"pace": pace, "queues": queues, "apart": apart}
     found = on_strict_ranks(program, lowered, job(state, batches), **options)
     if pace == Pace.COMPUTING:
@@ -100,6 +103,13 @@ def test_a_paper_s_family_and_uneven_stages(monkeypatch):
 def test_replicas_reduce_beside_a_step(apart):
     """The buckets of several ranks and replicas, with a weight that is tied across ranks."""
     run(families.interleaved(4, 2, (0, 1, 0, 1)), 2, apart=apart)
+
+
+@pytest.mark.parametrize("pace", Pace)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_members_tell_one_another_beside_a_step(pace, replicas):
+    """Parameters, parts of gradients, and what is computed, in groups of their own."""
+    run(families.interleaved(4, 2, (0, 1, 0, 1)), replicas, members=2, pace=pace)
 
 
 def test_forwards_and_backwards_apart():

@@ -51,8 +51,11 @@ class Skipping(nn.Module):
 
 
 @functools.cache
-def skipping(case: Case = Case.TRAINING, split: bool = False, microbatches: int = 4) -> Numbers:
-    """The program of clusters of such a step, its state, and microbatches."""
+def skipping(
+    case: Case = Case.TRAINING, split: bool = False, microbatches: int = 4, members: int = 1
+) -> Numbers:
+    """The program of clusters of such a step, its state, and microbatches; that of one of so many
+    members cuts some matrices, and the others are told."""
     torch.manual_seed(0)
     net = Skipping(case)
     batches = [(torch.randn(ROWS, WIDTH),) for _ in range(microbatches)]
@@ -61,6 +64,8 @@ def skipping(case: Case = Case.TRAINING, split: bool = False, microbatches: int 
     how = "mean" if case == Case.SIZED else "auto"
     with torch.set_grad_enabled(case != Case.EVALUATION):
         flat = pfeife.capture(net.forward, *batches[0], loss_reduction=how)
+    if members > 1:
+        flat = pfeife.shard({"*": "gathered", "*[135].*": "cut"}, members, keepers={})(flat)
     program = pfeife.compose(pfeife.defer_batch_norm(), pfeife.fuse())(flat)
     state = pfeife.state_of(program, net)
     return pfeife.split_backward()(program) if split else program, state, batches
@@ -74,12 +79,13 @@ def on_ranks(
     cuts: Sequence[int] = (),
     overlap: bool = True,
     shard: bool = False,
+    members: int = 1,
 ) -> tuple[pfeife.Program, pfeife.Schedule]:
     """The program for a schedule's ranks, and the schedule with its messages and reductions. The
     stages are as even as they can be, unless there are `cuts`: the last layer of each but one.
     Gradients that replicas `shard` travel in small buckets."""
     split = any(action.do == "W" for rank in schedule.ranks for action in rank)
-    program = skipping(case, split)[0]
+    program = skipping(case, split, members=members)[0]
     clusters = max(call.unit for call in program.calls) + 1
     stages = schedule.stages
     stage_of = tuple(cluster * stages // clusters for cluster in range(clusters))
@@ -87,7 +93,7 @@ def on_ranks(
         stage_of = tuple(sum(cluster > cut for cut in cuts) for cluster in range(clusters))
     plan = pfeife.Plan(stage_of, schedule)
     sent = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(program)
-    if replicas > 1:
+    if replicas > 1 or members > 1:
         how = Replicas(replicas, "shard", SMALL) if shard else None
         sent = pfeife.dp_wrap(pfeife.Mesh(len(schedule.ranks), replicas), how)(sent)
     return sent, sched.verify_schedule(sched.lower(schedule, sent, overlap=overlap))

@@ -127,14 +127,14 @@ def on_strict_ranks(
     """What `job` returns on every rank of a program's pipelines; the values mean something where
     hosts are computing. GPUs have so many hardware queues, of which pfeife is `told` the truth but
     where a test wants it otherwise. Raises Stuck or Mismatch."""
-    mesh = mesh or pfeife.Mesh(len(schedule.ranks), program.replicas)
+    mesh = mesh or pfeife.Mesh(len(schedule.ranks), program.replicas, members=program.members)
     machine = Machine(queues, blocks)
     shared: dict[Any, Communicators] = {}
     hosts = [Host(machine, rank, pace) for rank in range(mesh.size)]
 
     def start(host: Host) -> Any:
         own = StrictWorld(host, mesh.size)
-        bodies = kernels(program, host)
+        bodies = kernels(program, host) if program.members == 1 else {}  # these have collectives
         return job(StrictPipeline(own, program, schedule, bodies=bodies, mesh=mesh, **options))
 
     def connection(ranks: Sequence[int], device: torch.device, *known: Any) -> StrictConnection:
