@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pfeife.data.schedule import Action, Do, Schedule
 from pfeife.ir.parts import Reduction
 from pfeife.lowering.lower import chain, insert_actions
+from pfeife.lowering.telling import Kept
 from pfeife.lowering.verify import verify_schedule
 from pfeife.sched.families import forward_only, gpipe, one_f_one_b
 
@@ -78,7 +79,8 @@ CHAIN = "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n"
 
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
-    """Lowered ones, with reductions, of any placement; some with neighbours swapped."""
+    """Lowered ones, with reductions and parameters that members keep, of any placement; some with
+    neighbours swapped."""
     if draw(st.booleans()):
         whole = draw(placed())
     else:
@@ -87,7 +89,10 @@ def schedules(draw: st.DrawFn) -> Schedule:
             verify_schedule(whole)
         except ValueError:
             assume(False)
-    return verify_schedule(insert_actions(whole, chain(whole), draw(reductions(whole))))
+    told = draw(st.sets(st.integers(0, whole.stages - 1)))
+    kept = [Kept(s, whole.stage_ranks[s], (), frozenset({s})) for s in sorted(told)]
+    full = insert_actions(whole, chain(whole), draw(reductions(whole)), kept)
+    return verify_schedule(full)
 
 
 def unit(action: Action) -> float:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from orders import TWO, schedules, seconds
 
 from pfeife import report
-from pfeife.data.schedule import SENDS, Do, Schedule, received_as
+from pfeife.data.schedule import BESIDE, SENDS, Schedule, received_as
 from pfeife.data.timeline import Timeline
 from pfeife.lowering.critical import critical_path
 from pfeife.lowering.simulate import simulate
@@ -29,13 +29,16 @@ def test_the_critical_path_by_hand():
     lines = report.critical_table(path).splitlines()
     assert [line.split()[-1] for line in lines[2:]] == ["20.0%", "80.0%"]
     assert critical_path(Timeline(())).events == ()
+    told = Schedule.from_csv("0UNSHARD,1UNSHARD,0F0,1F0\n")
+    path = critical_path(simulate(told, lambda action: 2.0 if action.do in BESIDE else 1.0))
+    assert " ".join(str(e.action) for e in path.events) == "0UNSHARD 1UNSHARD 1F0"
 
 
 @settings(max_examples=60)
 @given(schedules(), st.integers(0, 1000), st.sampled_from((0.0, 0.25)))
 def test_the_critical_path_is_as_long_as_the_step(schedule, seed, overhead):
-    """One event begins when the one before it ends, on its rank, where its message was sent or on
-    the last rank that came to its reduction."""
+    """One event begins when the one before it ends, on its rank, where its message was sent, on the
+    last rank that came to its reduction, or where its parameters are told."""
     drawn = random.Random(seed)
     times = {a: drawn.choice((0.0, 1.0, 10.0)) for rank in schedule.ranks for a in rank}
     busy = {a: drawn.choice((0.0, 1.0)) for rank in schedule.ranks for a in rank}
@@ -51,9 +54,9 @@ def test_the_critical_path_is_as_long_as_the_step(schedule, seed, overhead):
             for (rank, action), time in starts_at.items()
             if action.do in SENDS and received_as(action) == event.action
         }
-        if event.action.do == Do.REDUCE_GRAD:
+        if event.action.do in BESIDE:
             begun = {t for (_, a), t in starts_at.items() if a == event.action}
-            assert event.start in begun or before.action.do == Do.REDUCE_GRAD
+            assert event.start in begun or before.action.do in BESIDE
         else:
             starts = made | {event.rank: starts_at[event.rank, event.action]}
             assert starts[before.rank] == event.start

@@ -70,6 +70,20 @@ def test_a_reduction_waits_for_all_its_ranks():
     assert found["2: 2REDUCE_GRAD"] == (1, 3), "its own alone"
 
 
+def test_a_stage_waits_for_its_parameters():
+    """They are told one after another, and gradients after them, beside what a rank computes."""
+    text = "0UNSHARD,1UNSHARD,0F0,1F0,1B0,1REDUCE_GRAD,1RESHARD,0B0\n"
+
+    def taken(action):
+        return {"UNSHARD": 2.0, "REDUCE_GRAD": 5.0, "RESHARD": 0.0}.get(action.do, 1.5)
+
+    found = times(text, taken, 0.0, lambda a: 0.5 * (a.do.kind is None))
+    assert found["0: 0UNSHARD"] == (0, 2) and found["0: 1UNSHARD"] == (0.5, 4)
+    assert found["0: 0F0"] == (2, 3.5) and found["0: 1F0"] == (4, 5.5)
+    assert found["0: 1REDUCE_GRAD"] == (7, 12) and found["0: 1RESHARD"] == (7.5, 7.5)
+    assert found["0: 0B0"] == (7.5, 9)
+
+
 def test_every_action_has_an_overhead():
     found = times(TWO, seconds(3.0), 0.25, busy(0.5, 0.0))
     assert found["0: 0F0"] == (0, 1.25) and found["0: 0SEND_F0"] == (1.25, 2.0)

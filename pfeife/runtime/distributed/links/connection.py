@@ -18,6 +18,7 @@ log = logging.getLogger("pfeife")
 
 FOREVER = timedelta(days=1)  # of a wait that a thread ends, by cutting the connection
 _CUT = 2**30  # the tag of the receives that nobody ever answers
+_SLICE = timedelta(seconds=1)  # after which a thread looks whether its connection is cut
 _PAUSE = 5e-5  # seconds between two questions whether the GPU has done something
 _ENDS = 1.0  # seconds in which a group of Gloo's ends, if it does
 
@@ -60,6 +61,7 @@ class Connection:
                 _torch.nccl_group(*member) if self.nccl else _torch.gloo_group(*member, gloo)
             )
             self.group.set_timeout(FOREVER)  # how long to wait is decided where it is waited
+        self.is_cut = False
         self.lock = threading.Lock()
         self.ending = False  # whether NCCL has been told
         self.closed = threading.Event()
@@ -75,6 +77,7 @@ class Connection:
 
     def cut(self, *, keep: bool = False) -> None:
         """Fails all that waits for a message, or will; with `keep` after a failure."""
+        self.is_cut = True
         with self.lock:
             if keep and self.never:
                 with contextlib.suppress(RuntimeError):  # no new thread as the process ends
@@ -130,9 +133,20 @@ def queued_by_now(device: torch.device) -> Any:
     return torch.cuda.current_stream(device).record_event()
 
 
-def finished(work: Any, like: torch.Tensor) -> None:
-    """Waits for a collective; on CUDA the stream does, and NCCL's watchdog looks after it."""
-    work.wait() if like.is_cuda else work.wait(FOREVER)
+def finished(connection: Connection, work: Any, like: torch.Tensor) -> None:
+    """Waits for a collective, until that is over or its connection is cut; on CUDA the stream does,
+    and NCCL's watchdog looks after it."""
+    if like.is_cuda:
+        work.wait()
+        return
+    while True:
+        over = work.is_completed()  # then an error is its own, not that of the time
+        try:
+            return work.wait(_SLICE)
+        except RuntimeError:
+            # What Gloo sends to a rank that has gone may never be over, nor fail.
+            if over or connection.is_cut:
+                raise
 
 
 def wait_for_queued(work: dist.Work, check: Callable[[], None]) -> None:

@@ -171,10 +171,16 @@ class Route:
         piece_sizes = [bucket.piece(*place) * bucket.dtype.itemsize for place in self._places]
         scratch = scratch[: size * bucket.members]
         sent = flat.view(torch.uint8)
-        finished(group.alltoall_base(scratch, sent, [size] * bucket.members, piece_sizes), flat)
+        finished(
+            self.connection,
+            group.alltoall_base(scratch, sent, [size] * bucket.members, piece_sizes),
+            flat,
+        )
         total = self._added(scratch.view(bucket.dtype).view(bucket.members, -1))
         if owned_sum is None:
-            finished(_torch.gather_into(group, sent, total.view(torch.uint8)), flat)
+            finished(
+                self.connection, _torch.gather_into(group, sent, total.view(torch.uint8)), flat
+            )
         else:
             owned_sum.copy_(total)
 
@@ -201,7 +207,11 @@ class Route:
         sizes = [bucket.kept_bytes(self.replica, member) for member in members]
         own = sizes[self.mesh.member]
         sent, scratch = sums.view(torch.uint8)[: sum(sizes)], scratch[: own * len(sizes)]
-        finished(self.group.group.alltoall_base(scratch, sent, [own] * len(sizes), sizes), sums)
+        finished(
+            self.group,
+            self.group.group.alltoall_base(scratch, sent, [own] * len(sizes), sizes),
+            sums,
+        )
         rows, at = scratch.view(bucket.dtype).view(len(sizes), -1), 0
         for place in bucket.kept(self.replica, self.mesh.member):
             reduction, elements = bucket.reductions[place], bucket.elements[place]
@@ -213,7 +223,7 @@ class Route:
     def run_sparse(self, totals: Sequence[torch.Tensor]) -> None:
         """Sums in place. Gloo sends the rows that gradients have; other backends refuse them."""
         for total in totals:
-            finished(self.connection.group.allreduce(total), total)
+            finished(self.connection, self.connection.group.allreduce(total), total)
             if self.bucket.first.average:
                 total.div_(self.bucket.first.replicas)
 

@@ -58,11 +58,15 @@ class Message:
         if self.telling.cut:
             arriving = [len(room) for room in self.rooms]
             sent = [arriving[here]] * len(arriving)
-            finished(group.alltoall_base(self.room, self.sent, arriving, sent), self.sent)
+            finished(
+                self.connection,
+                group.alltoall_base(self.room, self.sent, arriving, sent),
+                self.sent,
+            )
             return
         messages = [self.sent if m == here else room for m, room in enumerate(self.rooms)]
         for work in [group.broadcast(each, m) for m, each in enumerate(messages) if len(each)]:
-            finished(work, self.sent)
+            finished(self.connection, work, self.sent)
 
     def values(self, layouts: Layouts) -> Iterator[tuple[str, torch.Tensor]]:
         """What the program computes with, by names; wholes in the `layouts` of which it was
