@@ -37,6 +37,7 @@ from pfeife.data.schedule import Do
 from pfeife.factors import Place
 from pfeife.integrations.transformers import pipelined
 from pfeife.ir.members import (
+    ALONE,
     MEANING,
     added_rows,
     addend,
@@ -540,6 +541,48 @@ def parameters_that_are_gathered_once_a_step() -> None:
     if dist.get_world_size() == 4:
         loop = Loop(functools.partial(torch.optim.SGD, lr=0.1), replicas=2, **everything)
         loop.train()
+
+
+class Seeing(nn.Module):
+    """Words behind what an encoder makes of images."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches, self.language = nn.Linear(12, 16), Words(dropout=0.0)
+        self.encoder = nn.Sequential(Block(0.0), Block(0.0))
+
+    def forward(self, images, tokens):
+        seen = self.encoder(self.patches(images))
+        x = self.language.blocks(torch.cat([seen, self.language.words(tokens)], 1))
+        logits = self.language.head(x[:, seen.shape[1] :])
+        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+@row(ranks=(2, 4))
+def an_encoder_that_is_whole_before_words_that_are_cut() -> None:
+    """Members divide the images, and what they make of these is put together once."""
+    torch.manual_seed(0)
+    model = Seeing().double()
+    plain = copy.deepcopy(model)
+    cut = {f"language.{name}": place for name, place in PLAN.items()}
+    step = pfeife.compile(
+        lambda batch: model(*batch),
+        **{"microbatches": 4, "members": 2, "schedule": "zb-h1"},
+        parallel={"patches.*": "gathered", "encoder.*": "gathered", **cut},
+    )
+    batches = [
+        (torch.randn(8, 5, 12, dtype=torch.float64), torch.randint(24, (8, 6))) for _ in range(3)
+    ]
+    torch.testing.assert_close(
+        [*trained(step, model, batches)],
+        [*trained(lambda batch: plain(*batch), plain, batches)],
+        **{"rtol": 1e-12, "atol": 0},
+    )
+    (compiled,) = step.backend.compiled
+    forwards = [c for c in compiled.program.calls if c.kind == pfeife.Kind.FORWARD]
+    nodes = [node for call in forwards for node in compiled.program.body(call).graph.nodes]
+    sent = [tuple(n.meta["val"].shape) for n in nodes if n.target in {*MEANING} - {*ALONE, arrived}]
+    assert [shape for shape in sent if 5 in shape] == [(2, 5, 16)], sent
 
 
 @row(ranks=(2,))
