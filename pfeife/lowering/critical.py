@@ -78,11 +78,16 @@ class _Steps:
         elif event.action.do in RECEIVES and event.end > self._goes_on(event):
             rank, at = self.sent[event.action]
             event = attrs.evolve(event, start=self.ranks[rank][at].start)
-        elif event.action.do.kind:
-            for _, told in self.begun.get(Action(event.action.stage, Do.UNSHARD), ()):
-                if self.ranks[rank][told].end == event.start:
-                    return event, _Place(rank, told, ended=True)
+        elif event.action.do.kind and (told := self._told_before(event)):
+            return event, told
         return event, _Place(rank, at - 1, ended=False)
+
+    def _told_before(self, event: Event) -> _Place | None:
+        """Where a computation has waited for parameters."""
+        for rank, at in self.begun.get(Action(event.action.stage, Do.UNSHARD), ()):
+            if self.ranks[rank][at].end == event.start:
+                return _Place(rank, at, ended=True)
+        return None
 
     def _beside(self, event: Event) -> tuple[Event, _Place]:
         """A reduction, or what members are told, until its end, from where the last rank comes to

@@ -73,8 +73,7 @@ class _Run:
             self.events.append(Event(rank, action, start, end))
             return None
         else:
-            if action.do.kind:
-                start = max(start, self.told.get(action.stage, 0.0))
+            start = max(start, self.told.get(action.stage, 0.0))
             self.clock[rank] = start + self.seconds(action) + self.overhead
         self.events.append(Event(rank, action, start, self.clock[rank]))
         return None
