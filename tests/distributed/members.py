@@ -53,6 +53,7 @@ from pfeife.ir.members import (
     reduce_scatter,
     shift,
 )
+from pfeife.ir.nodes import is_sized_by_data
 from pfeife.lowering.telling import aligned
 from pfeife.runtime.distributed.links.collectives import Collectives
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
@@ -109,12 +110,13 @@ def compared(
     attention="gather",
     made=None,
     sent=frozenset(),
+    rows=1,
     **words,
 ) -> None:
     """A step on ranks against `evaluate`, of which each has its parts."""
     torch.manual_seed(0)
     model = (made or Words)(**words)
-    microbatches = [torch.randint(24, (1, 12)) for _ in range(4)]
+    microbatches = [torch.randint(24, (rows, 12)) for _ in range(4)]
     program = pfeife.capture(
         lambda tokens: model(tokens), microbatches[0], loss_reduction="mean" if made else None
     )
@@ -474,6 +476,45 @@ def rows_that_go_to_experts() -> None:
     compared(1, members, 1, "gpipe", **cut)
     if members == 4:
         compared(2, 2, 1, "zb-h1", **cut)
+
+
+class Roomy(nn.Module):
+    """Experts with room for some rows each, as GShard has them: what is more is dropped."""
+
+    def __init__(self, experts=4, room=5):
+        super().__init__()
+        self.room, self.words = room, nn.Embedding(24, 16)
+        self.router, self.head = nn.Linear(16, experts, bias=False), nn.Linear(16, 24, bias=False)
+        self.up = nn.Parameter(torch.randn(experts, 16, 32) / 4)
+        self.down = nn.Parameter(torch.randn(experts, 32, 16) / 4)
+
+    def forward(self, tokens):
+        x = self.words(tokens)
+        share, expert = self.router(x).softmax(-1).max(-1)
+        chosen = F.one_hot(expert, len(self.up))
+        place = (chosen.cumsum(1) - 1) * chosen
+        slots = F.one_hot(place.clamp(max=self.room - 1), self.room) * chosen.unsqueeze(-1)
+        slots = (slots * (place < self.room).unsqueeze(-1)).to(x.dtype)
+        rows = torch.einsum("btes,btd->ebsd", slots, x)
+        hidden = torch.einsum("ebsd,edh->ebsh", rows, self.up).relu()
+        made = torch.einsum("ebsh,ehd->ebsd", hidden, self.down)
+        x = x + share.unsqueeze(-1) * torch.einsum("btes,ebsd->btd", slots, made)
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+@row(ranks=(2, 4))
+def experts_with_room_for_some_rows() -> None:
+    """Of a batch that is cut each member is sent the slots of its experts, of sizes that are known
+    beforehand, and gives them back; so are their gradients."""
+    members = int(os.environ["WORLD_SIZE"])
+    torch.manual_seed(0)
+    cut = {"up": 0, "down": 0}
+    trained_alike(Roomy(), parallel=cut, members=2)
+    flat = pfeife.capture(Roomy(), torch.randint(24, (4, 12)), loss_reduction="mean")
+    local = pfeife.shard(cut, members, prices=CHEAP_TO_COPY)(flat)
+    exchanged = [n for n in local.module.graph.nodes if n.target is all_to_all]
+    assert len(exchanged) == 4 and not any(map(is_sized_by_data, exchanged))
+    compared(1, members, 1, "gpipe", cut, CHEAP_TO_COPY, made=Roomy, rows=4)
 
 
 @row(ranks=(4,))
