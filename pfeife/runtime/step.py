@@ -86,12 +86,12 @@ class Step:
     sizes: Mapping[str, int]
     envelopes: Mapping[str, Envelope]
     values: list[dict[str, torch.Tensor]]
-    kept: State
     buffers: dict[str, torch.Tensor]
     sums: dict[str, torch.Tensor] = attrs.Factory(dict)
     results: list[dict[str, torch.Tensor]] = attrs.Factory(list)
     gradients: dict[str, torch.Tensor] = attrs.Factory(dict)
     reducing: list[tuple[int, Beside]] = attrs.Factory(list)
+    kept: State = attrs.Factory(dict)
     telling: dict[int, Beside] = attrs.Factory(dict)
     ended: dict[Action, float] = attrs.Factory(dict)
     at: int = 0
