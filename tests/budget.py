@@ -41,7 +41,7 @@ BUDGET = {
     "ir": 1620,
     "ir/editing": 490,
     "lowering": 1370,
-    "passes": 1910,
+    "passes": 1920,
     "report": 840,
     "report/page": 780,
     "runtime": 855,

@@ -191,11 +191,17 @@ def _wanted(program: Program, given: Placements | Every) -> dict[str, Any]:
     ports, results = program.ports(Role.PARAMETER), returned(program.module)
     values = {p.fqn: value_of(results[p.name]) for p in program.ports(Role.GRADIENT)}
     sparse = {n for n, v in values.items() if v is not None and v.layout != torch.strided}
-    fqns = {port.name: port.fqn for port in ports}
-    return {
-        name: "gathered" if fqns[name] in sparse and isinstance(place, str) else place
-        for name, place in _by_name(ports, given).items()
-    }
+    wanted = _by_name(ports, given)
+    for port in ports:
+        if port.fqn not in sparse:
+            continue
+        if isinstance(wanted[port.name], Place):
+            raise ValueError(
+                f"shard: the gradient of {port.fqn} is sparse, some rows of a table, and has no "
+                'parts: say "gathered" for it, or make its embedding with sparse=False'
+            )
+        wanted[port.name] = wanted[port.name] and "gathered"
+    return wanted
 
 
 def _by_name(ports: Sequence[Port], given: Placements | Every) -> dict[str, Any]:

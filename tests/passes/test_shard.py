@@ -282,6 +282,8 @@ def test_a_table_of_rows_is_compared_as_any():
         for p in (program, local)
     )
     assert torch.equal(whole, parts)
+    with pytest.raises(ValueError, match=r'the gradient of weight is sparse.* say "gathered"'):
+        shard({"weight": 0}, 2)(program)
 
 
 def test_no_logits_are_gathered_where_the_vocabulary_is_cut():

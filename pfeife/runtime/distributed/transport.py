@@ -103,8 +103,10 @@ class DistributedTransport(Buffered):
                     "alone: make its embedding with sparse=False, or use Gloo on CPUs"
                 )
             for members in self._members(bucket.first):
-                connection = self.world.connection_of(members, REDUCE)
-                if connection.mine:
+                # Where one rank has all of a part, its members alone tell one another.
+                several = len(members) > 1
+                connection = self.world.connection_of(members, REDUCE) if several else self.beside
+                if connection is not None and self.world.rank in members:
                     place = self.mesh, self.replica
                     routes[bucket.first.name] = Route(bucket, *place, connection, self.beside)
         return routes
