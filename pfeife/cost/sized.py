@@ -273,7 +273,7 @@ class SizedMessages(Buffered):
             for member, kept in enumerate(telling.kept):
                 if member != here or one is not None:
                     room = one or self.ledger.allocated(sizes[member], _TOLD)
-                    told |= {p.fqn: Value(self.ledger, room, p.part_bytes) for p in kept}
+                    told |= {p.fqn: Value(self.ledger, room, p.bytes) for p in kept}
         return SizedBeside(told, sent)
 
 
@@ -288,7 +288,7 @@ def _named(
 
 
 class SizedBeside:
-    """What is on its way; `holding` goes when it is done."""
+    """What is on its way, and `holding` meanwhile."""
 
     ended = 0.0
 
@@ -297,5 +297,4 @@ class SizedBeside:
 
     def wait(self) -> Mapping[str, Value]:
         """What the rank has of it then, by names."""
-        self.holding = ()
         return self.result

@@ -213,6 +213,11 @@ class Split:
         blocks = value.unflatten(self.dim, (self.before, self.members, -1))
         parts.unflatten(self.dim + 1, (self.before, -1)).copy_(blocks.movedim(self.dim + 1, 0))
 
+    def gather(self, parts: torch.Tensor, value: torch.Tensor) -> None:
+        """Writes a whole tensor, of every member's part, [members, *part]."""
+        blocks = value.unflatten(self.dim, (self.before, self.members, -1))
+        blocks.movedim(self.dim + 1, 0).copy_(parts.unflatten(self.dim + 1, (self.before, -1)))
+
     def join(self, parts: Tensors) -> torch.Tensor:
         """The whole tensor of every member's part."""
         return self.joined(torch.stack([*parts]))

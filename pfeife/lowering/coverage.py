@@ -13,6 +13,7 @@ from pfeife.lowering.telling import Kept
 from pfeife.lowering.wiring import Wiring
 
 _GRADIENTS = (Do.BACKWARD, Do.WEIGHT_BACKWARD)
+_READS = (Do.FORWARD, Do.INPUT_BACKWARD, *_GRADIENTS, Do.REDUCE_GRAD)  # parameters
 
 
 def check_coverage(schedule: Schedule, wiring: Wiring, kept: Iterable[Kept]) -> None:
@@ -81,7 +82,7 @@ def _check_told(actions: Sequence[Action], kept: Kept) -> None:
     for action in actions:
         if action.stage == kept.stage and action.do in (Do.UNSHARD, Do.RESHARD):
             told = action.do == Do.UNSHARD
-        elif action.stage in kept.users and action.do.kind and not told:
+        elif action.stage in kept.users and action.do in _READS and not told:
             raise ValueError(
                 f"rank {kept.rank}: {action} comes where members do not have "
                 f"{kept.ports[0].fqn}, outside of {kept.stage}UNSHARD and {kept.stage}RESHARD"

@@ -85,10 +85,10 @@ def tellings(ports: Sequence[Port], members: int) -> Iterator[Telling]:
 
 def _together(ports: Iterable[Port]) -> list[list[Port]]:
     together: list[list[Port]] = []
-    size = _FEW_BYTES
+    size = 0
     for port in ports:
         size += port.given_bytes
-        if size > _FEW_BYTES:
+        if not together or size > _FEW_BYTES:
             together.append([])
             size = port.given_bytes
         together[-1].append(port)

@@ -1,7 +1,7 @@
 """Timelines as a trace that Perfetto and chrome://tracing open.
 
 The format is Chrome's Trace Event Format, as JSON: a process a rank, a thread for what it does and
-others for what it reduces meanwhile, arrows from sends to receives, counters of bytes. Perfetto
+others for what comes beside it, arrows from sends to receives, counters of bytes. Perfetto
 takes a colour for each name without its digits, so for each kind.
 """
 
@@ -53,15 +53,15 @@ def _slices(
     run: Run, side: int, side_name: str, names: dict[tuple[int, int], str]
 ) -> Iterator[dict[str, Any]]:
     """What ranks do, with the names of their threads."""
-    ends: dict[int, list[float]] = {}  # of the lanes of reductions, which may overlap
+    ends: dict[int, list[float]] = {}  # of the lanes of these, which may overlap
     for span in sorted(spans(run.timeline), key=lambda span: span.start):
-        # A rank reduces beside computing, and several at once: slices that overlap without being
-        # inside of one another need threads of their own.
+        # What members are told and gradients come beside computing, several at once: slices that
+        # overlap without being inside of one another need threads of their own.
         lane = 0
-        if span.what == What.REDUCE:
+        if span.what in (What.REDUCE, What.UNSHARD):
             lane = 1 + _lane(ends.setdefault(span.rank, []), span)
         thread = side * _LANES + lane
-        words = [side_name, "reductions" if lane else ""]
+        words = [side_name, "beside computing" if lane else ""]
         names[span.rank, thread] = ", ".join(filter(None, words)) or "actions"
         name = f"wait for {span.action}" if span.what == What.WAIT else str(span.action)
         event = _slice(name, span.rank, thread, span.start, span.end)

@@ -145,7 +145,7 @@ class RankRunner:
             sizes=dict(zip(self.sizes, sizes, strict=True)),
             envelopes=self._messages(sizes).envelopes,
             values=[{**held, **inputs} for inputs in part.inputs],
-            kept={port.fqn: state[port.fqn] for port in self.state if port.name in kept},
+            kept={n: state[n] for n in (port.fqn for port in kept.values()) if n in state},
             buffers={name: held[name] for name in self.handlers.buffers if name in held},
             results=[{} for _ in part.inputs],
         )

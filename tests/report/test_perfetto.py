@@ -79,9 +79,9 @@ def test_reductions_have_rows_of_their_own():
     names = {
         (o["pid"], o["tid"]): o["args"]["name"] for o in trace["M"] if o["name"] == "thread_name"
     }
-    assert set(names.values()) == {"actions", "reductions"}
+    assert set(names.values()) == {"actions", "beside computing"}
     for one in trace["X"]:
-        assert ("REDUCE" in one["name"]) == (names[one["pid"], one["tid"]] == "reductions")
+        assert ("REDUCE" in one["name"]) == (names[one["pid"], one["tid"]] == "beside computing")
 
 
 def test_every_action_is_told_and_drawn():

@@ -15,7 +15,7 @@ from pfeife.ir.parts import Port, Reduction
 from pfeife.ir.program import Program
 from pfeife.lowering.buckets import Bucket, buckets_of
 from pfeife.lowering.envelope import Envelope, Tensors
-from pfeife.lowering.telling import tellings
+from pfeife.lowering.telling import kept_by_stage, tellings
 from pfeife.runtime.buffered import Buffered
 from pfeife.runtime.distributed.links.buffers import Buffers
 from pfeife.runtime.distributed.links.channels import Incoming, Outgoing, Works
@@ -53,7 +53,8 @@ class DistributedTransport(Buffered):
         self.patience = world.patience
         # Of the members that share the work of this rank: while they compute, and beside that.
         self.group = self._among_members("members")
-        self.beside = self._among_members(REDUCE)
+        told = kept_by_stage(program) or any(each.split for each in program.reductions)
+        self.beside = self._among_members(REDUCE) if told else None
         self.routes = self._routes(program)
         self.out: dict[int, Outgoing] = {}
         self.into: dict[int, Incoming] = {}

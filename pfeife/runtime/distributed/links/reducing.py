@@ -80,7 +80,7 @@ class _Job:
         try:
             self.done.result(patience.total_seconds())
         except TimeoutError as error:
-            raise RuntimeError("gradients are still being reduced") from error
+            raise RuntimeError("what runs beside the computing is still under way") from error
 
 
 class _Queued:
@@ -216,8 +216,8 @@ class Route:
         for place in bucket.kept(self.replica, self.mesh.member):
             reduction, elements = bucket.reductions[place], bucket.elements[place]
             assert reduction.split is not None
-            parts = rows[:, at : at + elements].reshape(len(sizes), *bucket.shapes[place])
-            whole[reduction.name].copy_(reduction.split.joined(parts))
+            parts = rows[:, at : at + elements].unflatten(1, bucket.shapes[place])
+            reduction.split.gather(parts, whole[reduction.name])
             at += elements
 
     def run_sparse(self, totals: Sequence[torch.Tensor]) -> None:

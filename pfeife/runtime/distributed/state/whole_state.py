@@ -47,6 +47,8 @@ class Message:
         rows, at = sent.view(len(self.rooms), -1), 0
         for port in self.telling.kept[self.connection.place]:
             assert port.split is not None
+            if not port.part_bytes:
+                continue  # bytes of nothing are no numbers of another type
             parts = rows[:, at : at + port.part_bytes].view(port.given_dtype)
             port.split.scatter(self.own[port.fqn].detach(), parts.unflatten(1, port.shape))
             at += aligned(port.part_bytes)
