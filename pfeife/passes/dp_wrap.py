@@ -61,6 +61,8 @@ def _over_members(program: Program, bucket_bytes: int) -> Program:
     """One pipeline, in which what members tell one another of gradients travels in buckets."""
     told = [each for each in program.reductions if each.members > 1 or each.split]
     alone = [each for each in program.reductions if each.members == 1 and not each.split]
+    if not told:
+        return program
     buckets = in_buckets(told, Sizes(program), bucket_bytes)
     return attrs.evolve(program, reductions=(*alone, *buckets))
 
