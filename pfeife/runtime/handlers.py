@@ -19,7 +19,7 @@ from functools import cached_property
 import torch
 
 from pfeife import _torch
-from pfeife.data.schedule import ONCE, SENDS, Action, Do
+from pfeife.data.schedule import SENDS, Action, Do
 from pfeife.ir.combine import tracked_names
 from pfeife.ir.evaluate import as_computed
 from pfeife.ir.messages import Message
@@ -59,9 +59,13 @@ class Handlers:
             kept = [kept for kept in self.kept.values() if action.stage in kept.users]
             calls = self.wiring.calls(action)
             return _in_turn([*map(self._arrive, kept), *map(self._compute, calls)])
-        if action.do in ONCE:
-            once = {Do.REDUCE_GRAD: self._reduce, Do.UNSHARD: self._unshard}
-            return once.get(action.do, self._reshard)(action.stage)
+        once = {
+            Do.UNSHARD: self._unshard,
+            Do.REDUCE_GRAD: self._reduce,
+            Do.RESHARD: self._reshard,
+        }
+        if action.do in once:
+            return once[action.do](action.stage)
         return self._transfer(action)
 
     def _unshard(self, stage: int) -> Handler:

@@ -19,8 +19,13 @@ _HATCHES = {  # beside the colours
     What.UNSHARD: "+",
     What.WAIT: ".",
 }
-_HALF = {What.WAIT: 0.12, What.SEND: 0.55, What.RECEIVE: 0.55}  # of a row
-_HALF |= {What.REDUCE: 0.35, What.UNSHARD: 0.35}
+_HALF = {  # of a row
+    What.WAIT: 0.12,
+    What.SEND: 0.55,
+    What.RECEIVE: 0.55,
+    What.REDUCE: 0.35,
+    What.UNSHARD: 0.35,
+}
 _MANY = 2_000  # spans of a run
 _LETTERED = 700  # computations that are numbered by their microbatches
 
