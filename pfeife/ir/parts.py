@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from pfeife import _torch
-from pfeife.ir.members import Split
+from pfeife.ir.split import Split
 
 
 class Role(StrEnum):

@@ -17,7 +17,7 @@ from pfeife.factors.recipes import Part
 from pfeife.factors.ways import Way, Ways
 from pfeife.ir.editing.copying import Copy
 from pfeife.ir.editing.infer_values import settle
-from pfeife.ir.members import Split, added_rows, fetched_rows, joined_rows, part
+from pfeife.ir.members import added_rows, fetched_rows, joined_rows, part
 from pfeife.ir.nodes import (
     bound,
     is_source,
@@ -29,6 +29,7 @@ from pfeife.ir.nodes import (
 from pfeife.ir.parts import Port, Role
 from pfeife.ir.program import Program
 from pfeife.ir.seeding import seeded
+from pfeife.ir.split import Split
 from pfeife.passes.member_layouts import check_whole, lies_in_order, order_in_memory
 
 aten = torch.ops.aten

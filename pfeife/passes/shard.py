@@ -12,10 +12,10 @@ from torch import fx
 from pfeife.factors.equation import Place, Rule
 from pfeife.factors.rules import RINGS, RULES
 from pfeife.factors.ways import Way, Ways, dividing
-from pfeife.ir.members import Split
 from pfeife.ir.nodes import node_bytes, returned, source_line, value_of
 from pfeife.ir.parts import Port, Role
 from pfeife.ir.program import Program
+from pfeife.ir.split import Split
 from pfeife.passes.member_graph import Member
 from pfeife.passes.member_ways import Prices, member_ways
 

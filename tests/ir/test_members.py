@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pfeife.ir.members import MEANING, Split, all_gather, scratch
+from pfeife.ir.members import MEANING, all_gather, scratch
+from pfeife.ir.split import Split
 
 
 @given(st.data())

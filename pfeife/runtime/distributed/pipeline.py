@@ -343,9 +343,8 @@ class DistributedStep(PipelineStep):
                 mesh = transport.mesh if within else transport.mesh.each_member[0]
                 source = mesh.in_world(replica, rank)
                 keys = [(index, port) for index in range(len(microbatches)) for port in ports]
-                values = self._from(
-                    source, microbatches, keys, transport.within if within else None
-                )
+                among = transport.within if within else None
+                values = self._from(source, microbatches, keys, among)
                 for (index, port), value in zip(keys, values, strict=True):
                     shared[replica * len(microbatches) + index][port.fqn] = value
         return tuple(shared)

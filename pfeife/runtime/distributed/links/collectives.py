@@ -35,7 +35,6 @@ from pfeife.ir.editing.copying import Copy, copied
 from pfeife.ir.members import (
     ALONE,
     MEANING,
-    Split,
     added_rows,
     addend,
     all_gather,
@@ -58,6 +57,7 @@ from pfeife.ir.members import (
 )
 from pfeife.ir.nodes import is_sized_by_data, sizes_of, value_of
 from pfeife.ir.program import Program
+from pfeife.ir.split import Split
 from pfeife.runtime.distributed.links.connection import Connection
 
 
