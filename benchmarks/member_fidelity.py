@@ -5,8 +5,8 @@
 Four Gloo ranks. What a member computes is not computed: between two collectives its body sleeps as
 long as `estimate` says of the operations there, as if another device had worked. Collectives and
 messages between stages are real; those that have begun are under way while it sleeps (`overlap`).
-Each collective of the program is measured first, again and again after a sleep, and messages by
-`bench_network`; the step is then predicted by `sched.predict`, as any other.
+Each collective of the program is measured again and again after a sleep, by turns with steps, and
+messages by `bench_network`; the step is predicted by `sched.predict`, as any other.
 
 `by the link` is what is predicted where nothing but the latency and the bandwidth of the machine's
 link is known, by which `estimate` prices collectives: two numbers that are fitted to all of them.
@@ -14,10 +14,11 @@ link is known, by which `estimate` prices collectives: two numbers that are fitt
 
 import argparse
 import itertools
+import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -61,6 +62,7 @@ SHAPES = (  # members, stages, schedule
     (2, 4, "zb-v"),
     (4, 1, "1f1b"),
 )
+MODELS = {"gpt": models.gpt, "large_head": models.large_head}
 TELLING = MEANING.keys() - ALONE
 
 
@@ -113,27 +115,24 @@ def measured_timing(told: Mapping[tuple, float]) -> Timing:
     return Timing(computing, sending)
 
 
-def sleeping(body: fx.GraphModule, machine: Machine, longer: float) -> fx.GraphModule:
-    """A body that sleeps where it would compute, and tells what it would tell; `longer` is what a
-    machine sleeps more than it is told."""
+def sleeping(body: fx.GraphModule, sleep: Callable[[float], None]) -> fx.GraphModule:
+    """A body that sleeps where it would compute, and tells what it would tell."""
     seconds = 0.0  # of what has been left out since the last sleep
 
     def change(node: fx.Node, copy: Copy) -> fx.Node | None:
         nonlocal seconds
         if node.op == "output" or node.target in TELLING | {arrived}:
-            copy.graph.call_function(time.sleep, (max(seconds - longer, 0.0),))
+            copy.graph.call_function(sleep, (seconds,))
             seconds = 0.0
         if node.op != "call_function" or node.target in MEANING:
             return None
-        seconds += node_seconds(node, machine)
+        seconds += node_seconds(node, VIRTUAL)
         stand_in = copy.graph.call_function(empty, (_shapes(node.meta.get("val")),))
         stand_in.meta = dict(node.meta)
         return stand_in
 
     module = copied(body, change).module()
-    module.graph.eliminate_dead_code(
-        lambda node: node.target in (time.sleep, *MEANING) or _is_end(node)
-    )
+    module.graph.eliminate_dead_code(lambda node: node.target in (sleep, *MEANING) or _is_end(node))
     module.recompile()
     return module
 
@@ -156,14 +155,18 @@ def empty(shapes: Any) -> Any:
     return None if shapes is None else torch.empty(shapes[0], dtype=shapes[1])
 
 
-def overslept() -> float:
-    """How much longer this machine sleeps than it is told."""
-    longer = []
-    for _ in range(200):
+def exact_sleep() -> Callable[[float], None]:
+    """Sleeps as long as it is told in the mean: what it has slept too long it takes off the next
+    time."""
+    late = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal late
         start = time.perf_counter()
-        time.sleep(5e-3)
-        longer.append(time.perf_counter() - start - 5e-3)
-    return statistics.median(longer)
+        time.sleep(max(seconds - late, 0.0))
+        late += time.perf_counter() - start - seconds
+
+    return sleep
 
 
 def side(case: models.Case, members: int, stages: int, family: str) -> Side:
@@ -186,8 +189,8 @@ def side(case: models.Case, members: int, stages: int, family: str) -> Side:
     )
     program = pfeife.compose(pfeife.apply(plan), pfeife.overlap(timing_of(VIRTUAL)))(local)
     schedule = sched.verify_schedule(sched.lower(plan.schedule, program))
-    longer = overslept()
-    bodies = {call.node: sleeping(program.body(call), VIRTUAL, longer) for call in program.calls}
+    sleep = exact_sleep()
+    bodies = {call.node: sleeping(program.body(call), sleep) for call in program.calls}
     mesh = pfeife.Mesh(ranks, members=members)
     pipeline = DistributedPipeline(program, schedule, bodies=bodies, mesh=mesh)
     state = pfeife.state_of(program, case.model, member=pipeline.mesh.member)
@@ -210,8 +213,58 @@ def kind(node: fx.Node) -> tuple:
     return node.target, tuple(value.shape), value.dtype, node.args[1:]
 
 
-def told_seconds(runner: Side, node: fx.Node, repeats: int) -> float:
-    """How long a collective takes a member in the mean, where all groups are at it."""
+@attrs.frozen(eq=False)
+class Told:
+    """How long each collective takes a member, measured again and again.
+
+    As in a step: members do not wake at one time and find nothing in their caches, one collective
+    comes behind another one, and groups are not at theirs together, for which each sleeps as its
+    own numbers say.
+    """
+
+    ready: Sequence[tuple[fx.GraphModule, torch.Tensor]]
+    order: random.Random
+    pauses: random.Random
+    sleep: Callable[[float], None] = attrs.field(factory=exact_sleep)
+
+    @staticmethod
+    def of(runner: Side, nodes: Iterable[fx.Node]) -> "Told":
+        """That of some collectives of a program."""
+        group = runner.pipeline.mesh.place(dist.get_rank())
+        ready = [alone(runner, node) for node in nodes]
+        return Told(ready, random.Random(0), random.Random(str(group)))
+
+    def seconds(self, repeats: int) -> list[float]:
+        """The mean of some rounds on this rank, of each collective."""
+        taken = [0.0] * len(self.ready)
+        dist.barrier()
+        for repeat in range(repeats + 1):  # the first one comes behind something else
+            for place in self.order.sample(range(len(taken)), len(taken)):
+                run, tensor = self.ready[place]
+                self.sleep(self.pauses.uniform(2e-3, 8e-3))
+                start = time.perf_counter()
+                run(tensor)
+                taken[place] += (time.perf_counter() - start) * (repeat > 0)
+        return [seconds / repeats for seconds in taken]
+
+
+def measured(
+    runner: Side, nodes: Iterable[fx.Node], repeats: int
+) -> tuple[list[float], list[float]]:
+    """The seconds of steps, and by turns those of collectives: the mean of all members."""
+    told, steps, collectives = Told.of(runner, nodes), [], []
+    for repeat in range(repeats + 1):
+        taken, seconds = told.seconds(12), harness.timed(runner)[0]
+        if repeat:
+            collectives.append(taken)
+            steps.append(seconds)
+    means = torch.tensor(collectives, dtype=torch.float64).mean(0)
+    dist.all_reduce(means)
+    return (means / RANKS).tolist(), steps
+
+
+def alone(runner: Side, node: fx.Node) -> tuple[fx.GraphModule, torch.Tensor]:
+    """A body of one collective, and what it is given."""
     graph = fx.Graph()
     value = graph.placeholder("value")
     value.meta = dict(node.all_input_nodes[0].meta)
@@ -219,20 +272,9 @@ def told_seconds(runner: Side, node: fx.Node, repeats: int) -> float:
     told.meta = dict(node.meta)
     graph.output(told)
     collectives = Collectives(lambda: runner.pipeline.transport)
-    run = collectives.bound(fx.GraphModule({}, graph))
     fake = value.meta["val"]
     tensor = torch.zeros(tuple(fake.shape), dtype=fake.dtype)
-    times = []
-    dist.barrier()
-    for _ in range(repeats):
-        # As in a step: members do not wake at one time, and find nothing in their caches.
-        time.sleep(5e-3)
-        start = time.perf_counter()
-        run(tensor)
-        times.append(time.perf_counter() - start)
-    taken = torch.tensor(statistics.fmean(times[2:]), dtype=torch.float64)
-    dist.all_reduce(taken)
-    return float(taken) / RANKS
+    return collectives.bound(fx.GraphModule({}, graph)), tensor
 
 
 def link_of(nodes: Mapping[tuple, fx.Node], told: Mapping[tuple, float]) -> Machine:
@@ -251,32 +293,32 @@ def link_of(nodes: Mapping[tuple, fx.Node], told: Mapping[tuple, float]) -> Mach
     return attrs.evolve(VIRTUAL, link_latency=float(fixed), link_bandwidth=speed)
 
 
-def rows(repeats: int) -> Iterator[tuple[str, ...]]:
+def rows(names: Iterable[str], repeats: int) -> Iterator[tuple[str, ...]]:
     """What was predicted and measured of each case and shape."""
     network = bench_network()
-    for make, shape in itertools.product((models.gpt, models.large_head), SHAPES):
+    for name, shape in itertools.product(names, SHAPES):
         members, stages, family = shape
         torch.manual_seed(0)
-        runner = side(make(), members, stages, family)
+        runner = side(MODELS[name](), members, stages, family)
         nodes = collectives_of(runner.program)
-        told = {key: told_seconds(runner, node, 12 * repeats) for key, node in nodes.items()}
+        seconds_told, taken = measured(runner, nodes.values(), repeats)
+        told = dict(zip(nodes, seconds_told, strict=True))
         within = network.within(runner.pipeline.mesh) if members < RANKS else None
         costs, telling = runner.costs(told)
         seconds = runner.predicted(costs, VIRTUAL, within)
         link = link_of(nodes, told)
         by_link = runner.predicted(estimate(runner.program, link), link, within)
-        taken = [harness.timed(runner)[0] for _ in range(repeats + 1)][1:]
-        low, measured, high = statistics.quantiles(taken, n=4)
+        low, median, high = statistics.quantiles(taken, n=4)
         yield (
-            make.__name__,
+            name,
             f"{members} x {RANKS // members}",
             family,
             f"{100 * telling / seconds:.0f} %",
             f"{1e3 * seconds:.1f} ms",
-            f"{1e3 * measured:.1f} ms",
+            f"{1e3 * median:.1f} ms",
             f"{1e3 * (high - low):.1f} ms",
-            f"{seconds / measured:.3f}",
-            f"{by_link / measured:.3f}",
+            f"{seconds / median:.3f}",
+            f"{by_link / median:.3f}",
         )
 
 
@@ -287,9 +329,10 @@ HEAD = ("model", "members x ranks", "schedule", "collectives", "predicted", "mea
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=9)
-    repeats = parser.parse_args().repeats
+    parser.add_argument("--only", choices=MODELS, help="a model")
+    asked = parser.parse_args()
     table = []
-    for row in rows(repeats):
+    for row in rows([asked.only] if asked.only else MODELS, asked.repeats):
         table.append(row)
         if dist.get_rank() == 0:
             print(*row, sep="  ", file=sys.stderr, flush=True)
