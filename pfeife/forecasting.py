@@ -127,9 +127,7 @@ class Question:
     def on(self) -> Machine:
         """The machine itself, with the links between members."""
         machine = self.machine if isinstance(self.machine, Machine) else machine_of(self.machine)
-        if self.network is None or self.members == 1:
-            return machine
-        return self.network.in_groups(self.mesh).seen_by(machine)
+        return self.network.for_members(machine, self.mesh) if self.network else machine
 
     @property
     def splits(self) -> bool:

@@ -163,15 +163,18 @@ class Network:
                     seen.add(link)
                     yield _link(link, source, destination)
 
-    def in_groups(self, mesh: Mesh) -> "Network":
-        """The links over which the members of a mesh's groups tell one another, one of each
-        kind."""
+    def for_members(self, machine: Machine, mesh: Mesh) -> Machine:
+        """The machine with the figures of the slowest link over which the members of a mesh's
+        groups tell one another; itself where there are none.
+
+        Raises ValueError for a pair of members of whose link nothing is known.
+        """
         seen: dict[Link | LinkKind, Link] = {}
         for group in mesh.groups:
             for source, destination in itertools.pairwise(group):
                 link = self.link(source, destination)
                 seen.setdefault(link, _link(link, source, destination))
-        return Network((*seen.values(),))
+        return Network((*seen.values(),)).seen_by(machine)
 
     def kinds(self) -> tuple[Link | LinkKind, ...]:
         """What joins ranks: all links one by one, or the kinds that nodes of several ranks have."""

@@ -115,9 +115,12 @@ class Bucket:
         joined = split.members * self.kept_bytes(replica, member) if split is not None else 0
         return max(added * self.dtype.itemsize, joined)
 
-    def seconds(self, machine: Machine) -> float:
-        """What it takes over a machine's links."""
-        seconds = reducing_seconds(self.members, self.bytes, self.owned, machine)
+    def seconds(self, slowest: Machine, machine: Machine) -> float:
+        """What it takes over the `slowest` links between ranks, and over a machine's own what goes
+        between members of one group."""
+        one_group = self.first.replicas == len(self.first.ranks) == 1
+        over = machine if one_group else slowest
+        seconds = reducing_seconds(self.members, self.bytes, self.owned, over)
         if self.first.split is None:
             return seconds
         members = self.first.split.members

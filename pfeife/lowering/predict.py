@@ -31,8 +31,8 @@ def predict(
     takes what its buckets say (`Bucket.seconds`) on links that carry nothing else, of the slowest
     one's figures (among those `between` the replicas, where they are given), and of the rank's time
     what the machine does not `overlap`; so does what members of a group tell one another of
-    parameters, one message after the other over the machine's link. Every action also takes the
-    rank the machine's `action_seconds`. Raises ValueError if a call has no cost.
+    parameters and gradients, over the machine's link (`Network.for_members`). Every action also
+    takes the rank the machine's `action_seconds`. Raises ValueError if a call has no cost.
 
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     >>> flat = pfeife.capture(lambda x: net(x).square().mean(), torch.ones(2, 4))
@@ -91,10 +91,11 @@ def beside_seconds(
     program: Program, machine: Machine, slowest: Machine
 ) -> dict[tuple[int, Do], float]:
     """How long it takes what runs beside the computing, by the stage that it is named after:
-    reductions over links of the `slowest` figures, and what tells members parameters."""
+    reductions over links of the `slowest` figures, and what members tell one another of parameters
+    and gradients over the machine's."""
     seconds_of: defaultdict[tuple[int, Do], float] = defaultdict(float)
     for bucket in buckets_of(program):
-        seconds_of[bucket.first.stages[0], Do.REDUCE_GRAD] += bucket.seconds(slowest)
+        seconds_of[bucket.first.stages[0], Do.REDUCE_GRAD] += bucket.seconds(slowest, machine)
     for kept in kept_by_stage(program):
         told = (telling.most for telling in tellings(kept.ports, program.members))
         seconds = (program.members - 1) * sum(map(machine.transfer_seconds, told))

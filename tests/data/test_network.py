@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pfeife.cost import machine
 from pfeife.data import plain
-from pfeife.data.link import Link, LinkKind
+from pfeife.data.link import Link, LinkKind, link_kind
 from pfeife.data.machine import Mesh
 from pfeife.data.network import Network
 
@@ -104,10 +104,11 @@ def test_what_is_no_network(given, error):
 
 
 def test_links_inside_of_groups():
-    """One of each kind: those of neighbours, which share the work of a stage."""
+    """The slowest one of neighbours, which share the work of a stage."""
     network = Network.of(nodes=2, ranks_per_node=4, inside="nvlink4", between="ib-ndr")
-    for members, kinds in ((2, 1), (4, 1), (8, 2), (1, 0)):
-        mesh = Mesh(ranks=8 // members, members=members)
-        assert len(network.in_groups(mesh).links) == kinds
-    links = network.in_groups(Mesh(ranks=2, members=4)).links
-    assert links[0].seconds[-1] == network.link(0, 1).transfer_seconds(links[0].sizes[-1])
+    h100, size = machine("h100-sxm"), 2**24
+    for members, kind in ((2, "nvlink4"), (4, "nvlink4"), (8, "ib-ndr")):
+        seen = network.for_members(h100, Mesh(ranks=8 // members, members=members))
+        expected = link_kind(kind).transfer_seconds(size)
+        assert seen.transfer_seconds(size) == pytest.approx(expected, rel=0.1)
+    assert network.for_members(h100, Mesh(ranks=8)) == h100

@@ -33,6 +33,8 @@ from pfeife import sched
 from pfeife._torch import is_absent
 from pfeife.backend.building.compiled import Compiled
 from pfeife.cost import estimate, machine, memory_curves, timing_of
+from pfeife.data.link import LinkKind
+from pfeife.data.network import Network
 from pfeife.data.schedule import Do
 from pfeife.factors import Place
 from pfeife.integrations.transformers import pipelined
@@ -857,6 +859,18 @@ def a_trainer_of_a_model_that_was_loaded_in_parts() -> None:
         torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6)
     dist.barrier()
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@row(ranks=(4,))
+def members_whose_links_are_known() -> None:
+    """A step is planned with those between members, not with the slower ones between stages."""
+    inside, between = LinkKind("inside", 1e9, 1e-3), LinkKind("between", 1e6, 1e-2)
+    network = Network.of(nodes=2, ranks_per_node=2, inside=inside, between=between)
+    loop = Loop(functools.partial(torch.optim.SGD, lr=0.1), network=network)
+    loop.train(1)
+    (compiled,) = loop.step.backend.compiled
+    assert compiled.target.machine.link_latency == pytest.approx(inside.latency)
+    assert compiled.target.network.link(0, 1) == between
 
 
 @row(ranks=(2,))

@@ -19,6 +19,7 @@ from pfeife.data.plan import Costs
 from pfeife.data.schedule import RECEIVES, SENDS, Do, Schedule
 from pfeife.ir.messages import messages
 from pfeife.ir.nodes import find_node, node_bytes
+from pfeife.lowering.buckets import buckets_of, reducing_seconds
 from pfeife.lowering.envelope import PACKED, Travel, travel
 from pfeife.lowering.lower import transfer_of
 from pfeife.lowering.predict import action_seconds, occupied_seconds, predict
@@ -249,3 +250,23 @@ def test_what_keepers_tell_counts_once_a_step(width):
     told = [weight, weight] if width == 64 else [weight, bias, weight, weight]
     seconds = sum(3 * CPU_CORE.transfer_seconds(sent) for sent in told)
     assert taken[1] - taken[0] == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_members_tell_one_another_over_links_of_their_own(replicas):
+    """Gradients of members are added up and put together over these, and over those of replicas
+    where there are several."""
+    net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    flat = pfeife.capture(lambda x: net(x).square().mean(), torch.ones(8, 8))
+    cut = pfeife.shard({"0.weight": 0, "2.weight": "gathered"}, members=2, keepers={})
+    local = pfeife.fuse()(cut(flat))
+    local = pfeife.annotate(estimate(local, CPU_CORE))(local)
+    plan = sched.plan(local, machine=CPU_CORE, microbatches=2, stages=1)
+    ranks = pfeife.apply(plan, pfeife.Replicas(replicas))(local)
+    inside = attrs.evolve(CPU_CORE, link_bandwidth=1e6, link_latency=1.0)
+    across = attrs.evolve(inside, link_latency=10.0)
+    for bucket in buckets_of(ranks):
+        over = inside if replicas == 1 else across
+        added = reducing_seconds(bucket.members, bucket.bytes, bucket.owned, over)
+        joined = inside.transfer_seconds(bucket.kept_bytes(0, 0)) if bucket.cut else 0.0
+        assert bucket.seconds(across, inside) == pytest.approx(added + joined)

@@ -69,9 +69,11 @@ class Task:
         return self.builder.mesh(self.world).place(self.world.rank)[1] if self.world else None
 
     def machine(self, program: Program) -> Machine:
-        """What a program is planned for."""
+        """What a program is planned for, with the links between members."""
         # Without a machine it is planned for the kind that it will run on.
-        return self.builder.machine or default_machine(self.device_of(program))
+        machine = self.builder.machine or default_machine(self.device_of(program))
+        network, mesh = self.builder.network, self.mesh
+        return network.for_members(machine, mesh) if network and mesh else machine
 
     def target(self, machine: Machine) -> Target:
         """What the step is planned for."""
