@@ -9,6 +9,7 @@ TOPICS = (
     "loops",
     "channels",
     "members",
+    "member_state",
     "fully_sharded",
     "refusals",
     "memory",
