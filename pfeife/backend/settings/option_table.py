@@ -167,7 +167,7 @@ class ReplicaOptions:
         `replicas`. Without a mesh, the ranks of a pipeline are neighbours; if `network` has all
         links and a step is faster that way by estimate, the ranks of the replicas are.
     members: How many ranks share the work of each stage. A stage's ranks are neighbours, and a
-        `mesh` gives them as its dimension `"tp"`. See [parallelism inside a stage](sharding.md).
+        `mesh` gives them as its dimension `"tp"`, `"ep"` or `"cp"`: see [sharding](sharding.md).
     parallel: How parameters are shared among members: `"cut"`, each along the dimension that takes
         least; `"gathered"`, one member keeps it and tells the others all of it once a step;
         `"auto"`, whichever takes less, as far as there is room. Or patterns of modules' names to

@@ -9,7 +9,7 @@ from pfeife.data.machine import Mesh
 
 MeshLike = Mesh | DeviceMesh | str
 _PIPELINE, _REPLICAS = ("pp", "pipeline", "stage"), ("dp", "replicate", "data")
-_MEMBERS = ("tp", "tensor")
+_MEMBERS = ("tp", "tensor", "ep", "expert", "cp", "context")  # of one axis, whatever it cuts
 
 
 def mesh_of(mesh: MeshLike | None) -> Mesh | None:

@@ -49,15 +49,17 @@ def test_a_device_mesh(world):
         assert mesh_of(given) == mesh_of(order)
     flat = DeviceMesh("cpu", torch.arange(8), mesh_dim_names=("pipeline",))
     assert mesh_of(flat) == mesh_of("8")
-    with pytest.raises(ValueError, match=r"the dimensions \['dp', 'ep'\], of which one must be"):
-        mesh_of(DeviceMesh("cpu", torch.arange(8).view(2, 4), mesh_dim_names=("dp", "ep")))
+    for names in (("dp", "etp"), ("tp", "ep")):
+        with pytest.raises(ValueError, match=r"the dimensions \['\w+', '\w+'\], of which one must"):
+            mesh_of(DeviceMesh("cpu", torch.arange(8).view(2, 4), mesh_dim_names=names))
 
 
 def test_a_device_mesh_with_members(world):
     """Members of a group are beside one another, whatever the order of the dimensions."""
     eight = torch.arange(8)
-    groups = DeviceMesh("cpu", eight.view(2, 4), mesh_dim_names=("dp", "tp"))
-    assert mesh_of(groups) == Mesh(1, 2, tuple(range(8)), members=4)
+    for name in ("tp", "ep", "cp"):
+        groups = DeviceMesh("cpu", eight.view(2, 4), mesh_dim_names=("dp", name))
+        assert mesh_of(groups) == Mesh(1, 2, tuple(range(8)), members=4)
     across = DeviceMesh("cpu", eight.view(2, 2, 2), mesh_dim_names=("tp", "dp", "pp"))
     assert mesh_of(across) == Mesh(2, 2, (0, 4, 1, 5, 2, 6, 3, 7), members=2)
 
