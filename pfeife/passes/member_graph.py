@@ -18,14 +18,7 @@ from pfeife.factors.ways import Way, Ways
 from pfeife.ir.editing.copying import Copy
 from pfeife.ir.editing.infer_values import settle
 from pfeife.ir.members import added_rows, fetched_rows, joined_rows, part
-from pfeife.ir.nodes import (
-    bound,
-    is_source,
-    operation_name,
-    returned,
-    sizes_of,
-    value_of,
-)
+from pfeife.ir.nodes import bound, is_source, operation_name, returned, sizes_of, value_of
 from pfeife.ir.parts import Port, Role
 from pfeife.ir.program import Program
 from pfeife.ir.seeding import seeded

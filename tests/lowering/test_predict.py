@@ -265,7 +265,9 @@ def test_members_tell_one_another_over_links_of_their_own(replicas):
     ranks = pfeife.apply(plan, pfeife.Replicas(replicas))(local)
     inside = attrs.evolve(CPU_CORE, link_bandwidth=1e6, link_latency=1.0)
     across = attrs.evolve(inside, link_latency=10.0)
-    for bucket in buckets_of(ranks):
+    buckets = buckets_of(ranks)
+    assert {bucket.cut for bucket in buckets} == {True, False}
+    for bucket in buckets:
         over = inside if replicas == 1 else across
         added = reducing_seconds(bucket.members, bucket.bytes, bucket.owned, over)
         joined = inside.transfer_seconds(bucket.kept_bytes(0, 0)) if bucket.cut else 0.0
