@@ -23,6 +23,7 @@ import coverage_models
 import numpy
 import torch
 from coverage_models.example import Example
+from differences import largest, largest_of
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
@@ -224,7 +225,7 @@ def _piped(row: Row, build: Callable[[], Example], way: Way, compiled: Values | 
         if not finite(expected):
             return  # eager diverges, and what comes of that cannot be compared
         error, where = difference(expected, found)
-        row.error = max(row.error or 0.0, error)
+        row.error = largest([row.error or 0.0, error])
         if compiled is not None and row.compiled_error is None:
             row.compiled_error = difference(compiled, found)[0]
         if not error <= ROUNDING:
@@ -355,19 +356,18 @@ def difference(expected: Values, found: Values) -> tuple[float, str]:
     A gradient that is almost zero beside the largest is judged by that one's exactness; one that
     is missing on a side is zeros.
     """
-    largest = max([float(v.abs().max()) for n, v in expected.items() if n[:4] == "grad"] or [0.0])
-    worst, where = 0.0, ""
+    gradients = [float(v.abs().max()) for n, v in expected.items() if n.startswith("grad")]
+    least = SMALL * max(gradients, default=0.0)
+    errors = {}
     for name in dict.fromkeys([*expected, *found]):
         one, two = expected.get(name), found.get(name)
         one = torch.zeros_like(two) if one is None else one  # type: ignore[arg-type]
         two = torch.zeros_like(one) if two is None else two
         if one.shape != two.shape or one.dtype != two.dtype:
             return math.inf, f"{name} ({tuple(one.shape)}, {one.dtype})"
-        floor = SMALL * largest if name.startswith("grad") else 0.0
-        error = distance(one, two, floor)
-        if not error <= worst:
-            worst, where = error, name
-    return worst, where
+        floor = least if name.startswith("grad") else 0.0
+        errors[name] = distance(one, two, floor)
+    return largest_of(errors)
 
 
 def distance(one: torch.Tensor, two: torch.Tensor, floor: float) -> float:

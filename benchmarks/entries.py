@@ -29,6 +29,7 @@ import diffusers
 import torch
 import transformers
 from coverage_models import imports
+from differences import largest
 from harness import world
 from torch import nn
 from torch.nn import functional
@@ -198,7 +199,7 @@ def trained(name: str, entry: str, ranks: int) -> tuple[float, list[str]]:
             torch.manual_seed(number)
             batch = example.draw()
             losses = step(batch), example.loss(reference(**batch), batch)
-            worst = max(worst, error(losses[1].detach(), losses[0].detach()))
+            worst = largest([worst, error(losses[1].detach(), losses[0].detach())])
             for loss, optimizer in zip(losses, sides, strict=True):
                 loss.backward()
                 optimizer.step()
@@ -207,7 +208,7 @@ def trained(name: str, entry: str, ranks: int) -> tuple[float, list[str]]:
         expected = reference.state_dict()
         least = 0.01 * max(float(value.abs().max()) for value in expected.values())
         errors = [error(value, state[key], least) for key, value in expected.items()]
-        return max(worst, *errors), told.texts
+        return largest([worst, *errors]), told.texts
     finally:
         logger.removeHandler(told)
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -44,10 +45,16 @@ def launch(file: str, ranks: int = 2) -> None:
     os.execv(sys.executable, command(file, ranks, sys.argv[1:]))
 
 
-def world(file: str, ranks: int, arguments: Sequence[str], seconds: float = 600.0) -> None:
-    """Runs a file's ranks as processes of their own. Raises RuntimeError if they fail, or are not
-    done after some `seconds`; nothing of them is left running."""
-    with subprocess.Popen(command(file, ranks, arguments)) as agent:
+def world(
+    file: str,
+    ranks: int,
+    arguments: Sequence[str],
+    seconds: float = 600.0,
+    folder: Path | None = None,
+) -> None:
+    """Runs a file's ranks as processes of their own, in a folder. Raises RuntimeError if they fail,
+    or are not done after some `seconds`; nothing of them is left running."""
+    with subprocess.Popen(command(file, ranks, arguments), cwd=folder) as agent:
         try:
             code: int | str = agent.wait(seconds)
         except subprocess.TimeoutExpired:

@@ -30,6 +30,7 @@ import harness
 import torch
 import torch.distributed as dist
 from coverage_models.example import Example
+from differences import largest
 from torch import nn
 from torch.utils import _pytree as pytree
 from tqdm import tqdm
@@ -253,7 +254,7 @@ def beside_one_device(name: str, layout: Layout, schedule: str, cache: Path) -> 
     nodes = step.backend.compiled[0].captured.program.module.graph.nodes
     values = pytree.tree_leaves([node.meta.get("val") for node in nodes])
     dtypes = {value.dtype for value in values if isinstance(value, torch.Tensor)}
-    return max(gaps), "float32" if torch.float32 in dtypes else "float64"
+    return largest(gaps), "float32" if torch.float32 in dtypes else "float64"
 
 
 def on_this_rank(name: str, layouts: Sequence[Layout], out: Path) -> None:

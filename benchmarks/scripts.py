@@ -23,6 +23,7 @@ from pathlib import Path
 
 import attrs
 import torch
+from differences import largest
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -219,7 +220,7 @@ def compare(script: Script, ranks: Sequence[int]) -> None:
     print(f"\n{'':<16}{heads}{'largest relative difference':>30}")
     for number in (0, *ranks):
         curve = run(script, number) if number else alone
-        far = max(abs(a - b) / abs(a) for a, b in zip(alone, curve, strict=True))
+        far = largest([abs(a - b) / abs(a) for a, b in zip(alone, curve, strict=True)])
         losses = "".join(f"{curve[at]:>12.6f}" for at in shown)
         print(
             f"{f'{number} ranks' if number else 'one device':<16}{losses}{far:>30.1e}", flush=True

@@ -28,6 +28,7 @@ import torch
 from coverage import every, prepare
 from coverage_case import ROUNDING, SMALL, built, cut, drawn, in_dtype, seed, text
 from coverage_models.example import Example
+from differences import largest_of
 from torch import nn
 from tqdm import tqdm
 
@@ -122,14 +123,12 @@ def difference(
     for name, size in sizes.items():
         kind = name.split()[0]
         by_kind[kind] = max(by_kind.get(kind, 0.0), size)
-    worst, where = 0.0, ""
+    errors = {}
     for name, value in expected.items():
         size = max(sizes[name], SMALL * by_kind[name.split()[0]])
         gap = _largest(value - computed[name]) if value.dtype != torch.bool else 0.0
-        error = gap / size if size else gap
-        if not error <= worst:
-            worst, where = error, name
-    return worst, where
+        errors[name] = gap / size if size else gap
+    return largest_of(errors)
 
 
 def _largest(value: torch.Tensor) -> float:

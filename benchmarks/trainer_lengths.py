@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from differences import largest
 from harness import command
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -139,7 +140,7 @@ def compared(run: Mapping[str, Any], plain: Mapping[str, Any]) -> float:
     pairs = list(zip(run["losses"], plain["losses"], strict=False))
     if len(run["losses"]) != len(plain["losses"]) or not pairs:
         return float("inf")
-    return max(abs(one - other) / max(abs(other), 1e-3) for one, other in pairs)
+    return largest([abs(one - other) / max(abs(other), 1e-3) for one, other in pairs])
 
 
 def main() -> None:
@@ -163,7 +164,7 @@ def main() -> None:
             for ranks in map(int, told.ranks.split(",")):
                 run = ran(name, order, told.steps, ranks, Path(folder))
                 apart = compared(run, plain)
-                worst = max(worst, apart)
+                worst = largest([worst, apart])
                 seconds = [f"{one['seconds']:.1f} ({one['cpu']:.1f})" for one in (run, plain)]
                 lines.append((name, order, ranks, f"{apart:.0e}", run["programs"], *seconds))
                 print(*lines[-1], sep="  ", flush=True)
