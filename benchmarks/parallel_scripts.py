@@ -5,7 +5,8 @@
 
 FOLDER is a checkout of pytorch/examples, which is no part of this repository. Each script is
 changed by what is printed above the table, and nothing else that concerns the training: it keeps
-its `parallelize_module` and `fully_shard`, its optimizer and its loop. On CPUs it runs in float64.
+its `parallelize_module` and `fully_shard`, its optimizer and its loop. On CPUs it runs in float64,
+also where its model turns to float32 (whose rounding would be that of another number now and then).
 Rank 0 trains a copy of the model on all ranks' rows by itself, from the state that torch gathers
 of what is parallelised. Shown are the largest relative differences of losses, and of parameters by
 the largest of their tensor. Exits non-zero if parameters differ by more than LIMIT.
@@ -226,6 +227,8 @@ EXAMPLES = (
 def written(example: Example, source: Path, folder: Path, steps: int) -> tuple[Path, list[str]]:
     """The script as it runs, in a folder of its own, and the lines that a user changes."""
     shutil.copytree((source / example.file).parent, folder)
+    for part in folder.glob("*.py"):
+        part.write_text(part.read_text().replace(".float()", ".double()"))
     file = folder / Path(example.file).name
     before = file.read_text()
     after = replaced(before, example.needs)

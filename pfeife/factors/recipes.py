@@ -75,7 +75,7 @@ def log_softmax_backward(make: Make, part: Part) -> fx.Node:
 
 def looked_up(make: Make, part: Part) -> fx.Node:
     """embedding: a member looks up what is in its rows, and has zeros for the rest."""
-    inside, index = _own(make, part.arguments["indices"], part)
+    inside, index = _own(make, _checked(make, part.arguments["indices"], part), part)
     rows = make(aten.embedding.default, part.arguments["weight"], index)
     outside = make(aten.logical_not.default, make(aten.unsqueeze.default, inside, -1))
     return make(aten.masked_fill.Scalar, rows, outside, 0.0)
@@ -92,6 +92,14 @@ def looked_up_gradient(make: Make, part: Part) -> fx.Node:
     return make(aten.embedding_dense_backward.default, gradient, index, part.size, -1, False)
 
 
+def _checked(make: Make, indices: fx.Node, part: Part) -> fx.Node:
+    """The indices, looked up in a table of themselves: one that is in no member's part is the error
+    that it is on one device."""
+    numbers = make(aten.arange.default, part.size * part.members, device=part.device)
+    table = make(aten.unsqueeze.default, numbers, 1)
+    return make(aten.squeeze.dim, make(aten.embedding.default, table, indices), -1)
+
+
 def _own(make: Make, indices: fx.Node, part: Part) -> tuple[fx.Node, fx.Node]:
     """Which indices are in a member's part of so many, and where there; 0 for the others."""
     first = make(aten.mul.Tensor, make(member, indices, part.members), part.size)
@@ -105,8 +113,9 @@ def _own(make: Make, indices: fx.Node, part: Part) -> tuple[fx.Node, fx.Node]:
 def negative_likelihood(make: Make, part: Part) -> tuple[fx.Node, fx.Node]:
     """nll_loss: a member has the losses of targets in its classes, and zeros for the rest."""
     target, ignored = part.arguments["target"], part.arguments["ignore_index"]
-    inside, index = _own(make, target, part)
     counted = make(aten.ne.Scalar, target, ignored)
+    known = make(aten.masked_fill.Scalar, target, make(aten.logical_not.default, counted), 0)
+    inside, index = _own(make, _checked(make, known, part), part)
     column = make(aten.unsqueeze.default, index, 1)
     scores = make(aten.squeeze.dim, make(aten.gather.default, part.arguments["self"], 1, column), 1)
     wanted = make(aten.logical_and.default, inside, counted)
@@ -140,7 +149,9 @@ def negative_likelihood_backward(make: Make, part: Part) -> fx.Node:
     wanted = make(aten.logical_and.default, inside, counted)
     if part.arguments["reduction"] == 1:
         gradient = make(aten.div.Tensor, gradient, part.arguments["total_weight"])
-    each = make(aten.mul.Tensor, make(aten.neg.default, gradient), wanted)
+    outside = make(aten.logical_not.default, wanted)
+    # Where no row counts, the count is 0, and one device has zeros.
+    each = make(aten.masked_fill.Scalar, make(aten.neg.default, gradient), outside, 0.0)
     zeros = make(aten.zeros_like.default, part.arguments["self"])
     column = make(aten.unsqueeze.default, index, 1)
     return make(aten.scatter.src, zeros, 1, column, make(aten.unsqueeze.default, each, 1))

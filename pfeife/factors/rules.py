@@ -48,7 +48,8 @@ def equation_of(node: fx.Node, rules: Mapping[str, Rule] | None = None) -> Equat
     """The equation of a node, by RULES or others. Raises NoRule where nothing is known of its
     operation."""
     rules = RULES if rules is None else rules
-    if node.target is seeded or not hasattr(node.target, "_schema"):
+    other = node.target is seeded or node.target is aten.view.dtype  # that reads bits
+    if other or not hasattr(node.target, "_schema"):
         raise NoRule
     operation = Operation(node, bound(node))
     if operation.name in rules:

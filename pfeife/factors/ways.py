@@ -42,7 +42,7 @@ _MOST = 8  # places of one value
 # Of a sum of parts they give the sum of what they give of each.
 _LINEAR = (
     *("view", "_unsafe_view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze"),
-    *("expand", "clone", "alias", "detach", "neg", "sum"),
+    *("expand", "clone", "alias", "detach", "neg", "sum", "_to_copy"),
 )
 _MADE = ("new_zeros", "new_ones", "new_empty", "new_full")  # with sizes of their own
 
@@ -221,7 +221,7 @@ class Ways:
         """Of parts of sums, which are added up later and together."""
         reads = len(self.reads[node])
         name, both = operation_name(node), node.target is aten.add.Tensor and not node.kwargs
-        if (both and reads == 2) or (reads == 1 and (name in _LINEAR or _widens(node))):
+        if (both and reads == 2) or (reads == 1 and _is_linear(node)):
             yield Way((SUM,) * reads, (SUM,))
         elif name == "index":
             yield Way((SUM, *(None,) * (reads - 1)), (SUM,))
@@ -251,7 +251,8 @@ class Ways:
 
     def _dropouts(self, node: fx.Node) -> Iterator[Way]:
         """Each member draws for the whole value, and keeps its part."""
-        drops = node.args[0] is aten.native_dropout.default and node.args[4] != 1
+        is_dropout = node.args[0] is aten.native_dropout.default
+        drops = is_dropout and node.args[4] != 1 and node.args[5] is not False
         value = node.args[3] if drops else None
         for place in [*self.places[value]] if isinstance(value, fx.Node) else ():
             if isinstance(place, Chosen):
@@ -304,15 +305,14 @@ class Ways:
                     yield _along(*found)
 
 
-def _widens(node: fx.Node) -> bool:
-    """Whether it is a cast to a type that has all numbers of its operand's, as of a gradient that
-    is accumulated in a wider one."""
-    if node.target is not aten._to_copy.default:
-        return False
+def _is_linear(node: fx.Node) -> bool:
+    """Whether it makes addends of its operand's, in a type that has all of their numbers, as that
+    in which a gradient is accumulated."""
     before, after = value_of(node.all_input_nodes[0]), value_of(node)
-    assert before is not None and after is not None
+    if operation_name(node) not in _LINEAR or before is None or after is None:
+        return False
     wider = torch.promote_types(before.dtype, after.dtype) == after.dtype
-    return wider and after.dtype.is_floating_point and before.dtype.is_floating_point
+    return wider and after.dtype.is_floating_point == before.dtype.is_floating_point
 
 
 def _starts(equation: Equation, dims: Dims, place: Place) -> Iterator[Place]:

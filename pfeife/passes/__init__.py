@@ -2,7 +2,8 @@
 
 Read them as a program meets them: `precision`, `defer_batch_norm` and `move_to_device` (if asked
 for; `moved_attention` is a part of the last), `shard` (for which `member_ways` decides how each
-node is computed, `member_graph` writes the graph, `member_layouts` knows how values lie in memory),
+node is computed, `member_graph` writes the graph, `member_arguments` those of its nodes,
+`member_layouts` knows how values lie in memory),
 `fuse`, `annotate`, `partition`, `split_backward`, `send_recv`, `dp_wrap` (both make `reductions`),
 `overlap` (of the programs that `shard` has made), `place`; `recompute` is a part of `partition`,
 `compose` puts passes together and keeps what each has made, `apply` puts together those that a plan

@@ -23,12 +23,20 @@ from pfeife.ir.parts import Port, Role
 from pfeife.ir.program import Program
 from pfeife.ir.seeding import seeded
 from pfeife.ir.split import Split
-from pfeife.passes.member_layouts import check_whole, lies_in_order, order_in_memory
+from pfeife.passes.member_arguments import localised, named, squeezed
+from pfeife.passes.member_layouts import (
+    back,
+    check_whole,
+    lies_in_order,
+    order_in_memory,
+    order_of,
+)
 
 aten = torch.ops.aten
 _TOLD = ("val", "sizes", "tensor_meta")  # of a whole value: a member's own is told anew
-# They read memory as it lies there; products lay out their results in one way alone, and views have
-# the order of what they see, as what is computed number by number.
+# They read memory as it lies there, as draws do, and the backward of a decomposed matrix; products
+# lay out their results in one way alone, and views have the order of what they see, as what is
+# computed number by number.
 _BY_LAYOUT = ("as_strided", "as_strided_copy", "as_strided_scatter")
 _ALIGNED = ("_grouped_mm",)  # takes a matrix whose rows or columns are aligned
 _IN_ORDER = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "grouped_mm_fallback")
@@ -61,6 +69,7 @@ class Member:
     ):
         self.whole, self.splits, self.ways, self.members = whole, splits, chosen, ways.members
         self.owners_of, self.owners = ways.owners_of, ways.owners
+        self.has_no_rule = ways.has_no_rule
         self.starts: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
         self.copy = Copy(whole.module)
         self.places: dict[fx.Node, Any] = {}
@@ -210,18 +219,19 @@ class Member:
         """Arguments with the offsets of a member's own experts."""
         owners = self.owners_of(node)
         assert owners is not None
-        own = {**_named(node, args, kwargs), "offs": self._starts(node, owners)[1]}
+        own = {**named(node, args, kwargs), "offs": self._starts(node, owners)[1]}
         return in_order(node.target, own)
 
     def _in_its_way(self, node: fx.Node) -> None:
         reads, way, name = tensors_of(node), self.ways[node], operation_name(node)
         owners = self.owners_of(node) if way.by_data else None
-        if name in (*_BY_LAYOUT, *_ALIGNED):
+        by_layout = name in _BY_LAYOUT or node.target is seeded or "linalg" in name
+        if by_layout or name in _ALIGNED or self.has_no_rule(node):
             # What is scattered into another one's memory is read by its elements.
             layouts = reads[:1] if name in _BY_LAYOUT else reads
             for read, place in zip(layouts, way.operands, strict=False):
                 self._at(read, place, owners)  # which may put it in another order
-                if read in self.laid_out and name in _BY_LAYOUT:
+                if read in self.laid_out and by_layout:
                     check_whole(read, node)
                 if read in self.laid_out:
                     self._lay_out(read, place, owners)
@@ -245,10 +255,9 @@ class Member:
         """Lays out a value, or a part of it, with its dimensions in the order that they have in
         memory on one device."""
         order = order_in_memory(node)
-        back = sorted(range(len(order)), key=order.__getitem__)
         seen = self._make(node, aten.permute.default, self._at(node, place, owners), order)
         made = self._make(node, aten.clone.default, seen, memory_format=torch.contiguous_format)
-        copy = self._make(node, aten.permute.default, made, back)
+        copy = self._make(node, aten.permute.default, made, back(order))
         for each in (seen, made, copy) if isinstance(place, Chosen) else ():
             self._choose(each)
         self.copies[self._key(node, place, owners)] = copy
@@ -257,7 +266,7 @@ class Member:
 
     def _drop_out(self, node: fx.Node) -> None:
         """A dropout of a value that is cut: each member draws for the whole of it, as one device
-        does, and keeps its part.
+        does, whose draws are in the order of its memory, and keeps its part.
 
             mask = native_dropout(ones)[1]      x * part(mask) * 1 / (1 - p), as the kernel does
         """
@@ -267,13 +276,17 @@ class Member:
             isinstance(value, fx.Node) and isinstance(p, float | int) and isinstance(place, Place)
         )
         x = self._at(value, place)
-        ones = self._make(node, aten.new_ones.default, x, self._whole_sizes(value, x, place))
+        sizes, order = self._whole_sizes(value, x, place), order_of(node.meta["val"][1])
+        ones = self._make(node, aten.new_ones.default, x, [sizes[dim] for dim in order])
+        ones = self._make(node, aten.permute.default, ones, back(order))
         draws = self._make(node, seeded, operation, index, self._at(seed, None), ones, p, *args)  # type: ignore[arg-type]
         mask = self._make(node, operator.getitem, draws, 1)
         mask = self._make(node, part, mask, *attrs.astuple(place), self.members)
         kept = self._make(node, aten.mul.Tensor, x, mask)
         scaled = self._make(node, aten.mul.Scalar, kept, 1 / (1 - p))
         self.places[node], self.items[node] = (place, place), (scaled, mask)
+        if value in self.laid_out or not lies_in_order(value):
+            self.laid_out.add(node)
 
     def _whole_sizes(self, node: fx.Node, copy: fx.Node, place: Place) -> list[Any]:
         """Those of a value of which a member has a part; of open ones, by what it has."""
@@ -308,10 +321,14 @@ class Member:
             else:
                 self._stands(node, made, places[0])
             return
-        args, kwargs = self._localised(node, equation, label, args, kwargs)
+        make = partial(self._make, node)
+        args, kwargs = localised(make, node, equation, label, self.members, args, kwargs)
         if equation.owned and label in equation.owned.values():
             args, kwargs = self._of_own_experts(node, args, kwargs)
-        own = self._make(node, node.target, *args, **kwargs)
+        target: Any = node.target
+        if name == "squeeze":
+            target, args = aten.squeeze.dims, (args[0], squeezed(node))
+        own = make(target, *args, **kwargs)
         if equation.averages and places[0] == SUM:
             own = self._make(node, aten.div.Scalar, own, self.members)
         self._stands(node, own, places if several else places[0])
@@ -322,38 +339,10 @@ class Member:
         """A node along a dimension of which it needs all, by collectives."""
         value = node.meta["val"]
         first = value[0] if isinstance(value, tuple | list) else value
-        arguments = {**bound(node), **_named(node, args, kwargs)}
+        arguments = {**bound(node), **named(node, args, kwargs)}
         size = equation.sizes[label] // self.members
         own = Part(arguments, size, self.members, first.dtype, first.device)
         return equation.recipes[label](partial(self._make, node), own)
-
-    def _localised(
-        self, node: fx.Node, equation: Equation, label: Label, args: Any, kwargs: Any
-    ) -> tuple[Any, Any]:
-        """The arguments, of which some may be sizes of the result: those of a member's part."""
-        local: dict[str, Any] = {}
-        place = equation.place(equation.results[0], label)
-        given = _named(node, args, kwargs)
-        if equation.shape is not None and place is not None:
-            sizes = [*given[equation.shape]]
-            sizes[place.dim] = self._share(node, sizes[place.dim])
-            local[equation.shape] = sizes
-        for name, counted in equation.counts.items():
-            if counted == label:
-                size = given[name]
-                many = isinstance(size, list | tuple)
-                local[name] = (
-                    [self._share(node, n) for n in size] if many else self._share(node, size)
-                )
-        names = _names(node)
-        args = tuple(local.get(name, value) for name, value in zip(names, args, strict=False))
-        return args, {name: local.get(name, value) for name, value in kwargs.items()}
-
-    def _share(self, node: fx.Node, size: Any) -> Any:
-        """A member's share of a size, which may be computed; -1 is what is left."""
-        if isinstance(size, fx.Node):
-            return self._make(node, operator.floordiv, size, self.members)
-        return size if size == -1 else size // self.members
 
     def _at(self, node: fx.Node, place: Where, owners: Owners | None = None) -> fx.Node:
         """A value where it is wanted; rows that data choose are those of some owners."""
@@ -389,13 +378,3 @@ class Member:
         node = self.copy.graph.call_function(target, args, kwargs)
         node.meta = {name: value for name, value in like.meta.items() if name not in _TOLD}
         return node
-
-
-def _names(node: fx.Node) -> list[str]:
-    """The names of an operation's arguments, in their order."""
-    return [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-
-
-def _named(node: fx.Node, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Arguments by the names in the operation's schema."""
-    return dict(zip(_names(node), args, strict=False)) | kwargs

@@ -12,7 +12,17 @@ def order_in_memory(node: fx.Node) -> list[int]:
     """The dimensions of a value, the outermost in memory first."""
     value = value_of(node)
     assert value is not None
+    return order_of(value)
+
+
+def order_of(value: torch.Tensor) -> list[int]:
+    """The dimensions of a tensor, the outermost in memory first."""
     return sorted(range(value.dim()), key=value.stride, reverse=True)
+
+
+def back(order: Sequence[int]) -> list[int]:
+    """The permutation that undoes another one."""
+    return sorted(range(len(order)), key=order.__getitem__)
 
 
 def fills_memory(node: fx.Node, order: Sequence[int]) -> bool:

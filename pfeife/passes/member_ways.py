@@ -275,6 +275,6 @@ def _own(node: fx.Node, ways: Ways, fqns: Mapping[str, str]) -> tuple:
     if node.name in fqns:
         return re.sub(r"\d+", "*", fqns[node.name]), shapes, tuple(ways.of[node])
     plain = repr(fx.node.map_arg((node.args, node.kwargs), lambda read: None))
-    # Where values of several owners meet, some may have ways that others have not.
-    by_data = frozenset(way for way in ways.of[node] if way.by_data)
-    return node.op, node.name if is_source(node) else str(node.target), shapes, plain, by_data
+    # Some may have ways that others have not: what is cut may be far away.
+    target = node.name if is_source(node) else str(node.target)
+    return node.op, target, shapes, plain, frozenset(ways.of[node])

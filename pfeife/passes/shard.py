@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Container, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import attrs
 import torch
@@ -62,8 +62,9 @@ def shard(
     parameters, or chosen so that each member keeps about as many bytes. Ranks that shard each for
     itself have to decide alike: `decided` gives all of them what one has decided.
 
-    Raises ValueError for a pattern that no parameter has, a dimension that is not there or that
-    `members` does not divide, an operation without a rule, and a program that is not flat.
+    Raises ValueError for other words, a pattern that no parameter has, a dimension that is not
+    there or that `members` does not divide, an operation without a rule, and a program that is not
+    flat.
 
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
     >>> flat = pfeife.capture(lambda x: net(x).mean(), torch.ones(2, 4))
@@ -71,6 +72,8 @@ def shard(
     >>> [node.name for node in local.module.graph.nodes if "all_" in node.name]
     ['all_reduce']
     """
+
+    _check_words(placements, members, unknown, attention)
 
     def run(program: Program) -> Program:
         if program.calls or program.members > 1:
@@ -92,6 +95,37 @@ def shard(
         return local if keepers is None else _kept(local, shared, keepers)
 
     return run
+
+
+def _check_words(
+    placements: Placements | Every, members: int, unknown: str, attention: str
+) -> None:
+    """Raises ValueError for arguments that mean nothing."""
+    alone = isinstance(placements, str)
+    places = {"*": placements} if alone else placements
+    words = get_args(Every if alone else Word)
+    if not isinstance(places, Mapping):
+        raise ValueError(f"shard: placements={placements!r}: say them by names, or one of {words}")
+    for name, place in places.items():
+        known = place in words if isinstance(place, str) else place is None or _is_place(place)
+        if not known:
+            raise ValueError(
+                f"shard: {name}: {place!r} is none of {words}, a dimension, a Place, or None"
+            )
+    for argument, value, those in (
+        ("unknown", unknown, ("refuse", "gather")),
+        ("attention", attention, get_args(Attention)),
+    ):
+        if value not in those:
+            raise ValueError(f"shard: {argument}={value!r} is none of {those}")
+    if not isinstance(members, int) or members < 2:
+        raise ValueError(f"shard: members={members!r}: a group has 2 or more")
+
+
+def _is_place(place: Any) -> bool:
+    if isinstance(place, Place):
+        return isinstance(place.dim, int) and isinstance(place.before, int) and place.before > 0
+    return isinstance(place, int) and not isinstance(place, bool)
 
 
 # What is computed and copied decides where as many bytes are sent.

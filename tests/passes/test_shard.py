@@ -14,7 +14,7 @@ from torch import nn
 
 import pfeife
 from pfeife import sched
-from pfeife.cost import estimate
+from pfeife.cost import estimate, machine, member_prices
 from pfeife.factors import Place
 from pfeife.frontend.cache.program_json import store
 from pfeife.ir.members import MEANING, addend, all_gather, all_reduce, member, part, reduce_scatter
@@ -217,6 +217,138 @@ def test_memory_of_another_value_is_not_read_of_parts():
     flat = pfeife.capture(step, x, loss_reduction="sum")
     with pytest.raises(ValueError, match=r"in another order .*, in step"):
         shard({"weight": 0}, 2, unknown="gather")(flat)
+
+
+class Two(nn.Module):
+    """Two layers, of which the second has `classes`."""
+
+    def __init__(self, classes: int):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, classes)
+        self.double()
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+
+@pytest.mark.parametrize("placements", ["cut", {}])
+def test_a_squeeze_takes_the_dimensions_of_one_device(placements):
+    """Of two rows a member has one."""
+    model, x, y = Two(1), torch.randn(2, 8).double(), torch.randn(2).double()
+    flat = pfeife.capture(lambda x, y: F.mse_loss(model(x).squeeze(), y), x, y)
+    state = pfeife.state_of(flat, model)
+    check_pass(shard(placements, 2), flat, state, [(x, y)], rounding=None, within=1e-13)
+
+
+def test_a_squeeze_of_nothing_stays_one():
+    model = Two(2)
+    x = torch.randn(4, 8, dtype=torch.float64)
+    flat = pfeife.capture(
+        lambda x: (model.down.weight.squeeze(0).mean(0) * x.sum()).sum(), x[:, :1]
+    )
+    state = pfeife.state_of(flat, model)
+    check_pass(shard({"down.weight": 0}, 2), flat, state, [x[:, :1]], rounding=None, within=1e-13)
+
+
+@pytest.mark.parametrize("placements", ["cut", "auto", {}])
+@pytest.mark.parametrize("drop", [lambda h: F.dropout(h, 0.3), torch.rand_like])
+def test_draws_are_in_the_order_of_memory(drop, placements):
+    """As where a sequence is the first dimension, or channels are."""
+    model, x = Two(8), torch.randn(2, 6, 8).double()
+    flat = pfeife.capture(
+        lambda x: (model(x).transpose(0, 1) * drop(model.up(x).transpose(0, 1)[..., :8])).mean(), x
+    )
+    state = pfeife.state_of(flat, model)
+    cut = shard(placements, 2, unknown="gather")
+    check_pass(cut, flat, state, [x, x + 1], rounding=None, within=1e-13)
+
+
+@pytest.mark.parametrize("of", [torch.linalg.det, lambda h: torch.linalg.slogdet(h)[1]])
+@pytest.mark.parametrize("prices", [None, member_prices(machine("h100-sxm"))])
+def test_a_decomposition_is_of_the_matrix_as_it_lies_there(of, prices):
+    """Its backward solves with the factors of the transpose where one device had these."""
+    torch.manual_seed(0)
+    net, x = nn.Linear(8, 4).double(), torch.randn(4, 8).double()
+
+    def step(x):
+        return of(net(x).transpose(0, 1).sin() + 2 * torch.eye(4).double()) + net(x).square().mean()
+
+    flat = pfeife.capture(step, x, loss_reduction="sum")
+    cut = shard({"weight": 1}, 2, unknown="gather", prices=prices)
+    check_pass(cut, flat, pfeife.state_of(flat, net), [x], rounding=None, within=1e-12)
+
+
+def test_what_is_cut_may_be_far_away_from_what_looks_alike():
+    model = Two(8)
+
+    def far(h):
+        for _ in range(20):
+            h = h.sin()
+        return h.sum()
+
+    x = torch.randn(4, 8, dtype=torch.float64)
+    flat = pfeife.capture(
+        lambda x: far(model.up.weight) * x.sum() + far(model.down.weight.T), x, loss_reduction="sum"
+    )
+    cut = shard({"up.weight": 0}, 2, prices=DEAR_TO_COMPUTE)
+    check_pass(cut, flat, pfeife.state_of(flat, model), [x], rounding=None, within=1e-13)
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda h: h.detach().sum(0, dtype=torch.int64).sum(),
+        lambda h: (h.detach().view(torch.int64) >> 40).sum(),
+        lambda h: torch.native_dropout(h, 0.5, False)[0].square().sum(),
+    ],
+)
+@pytest.mark.parametrize("placements", ["cut", {"weight": 1}])
+def test_what_is_no_sum_of_parts_is_not_taken_for_one(of, placements):
+    torch.manual_seed(0)
+    net, x = nn.Linear(8, 6, bias=False).double(), torch.randn(4, 8).double()
+    flat = pfeife.capture(
+        lambda x: net(x).square().sum() + net(x).sum() * of(net(x)), x, loss_reduction="sum"
+    )
+    cut = shard(placements, 2, prices=DEAR_TO_COMPUTE, unknown="gather")
+    check_pass(cut, flat, pfeife.state_of(flat, net), [x], rounding=None, within=1e-12)
+
+
+@pytest.mark.parametrize("placements", ["cut", {"weight": 0}])
+def test_a_microbatch_of_which_no_target_counts_has_no_gradients(placements):
+    net, x = nn.Linear(8, 12, bias=False).double(), torch.randn(6, 8).double()
+    targets = torch.full((6,), -100)
+    flat = pfeife.capture(
+        lambda x, t: F.cross_entropy(net(x), t).nan_to_num() + net(x).sum(), x, targets
+    )
+    cut = shard(placements, 2)
+    state = pfeife.state_of(flat, net)
+    check_pass(cut, flat, state, [(x, targets)], rounding=None, within=1e-13)
+
+
+@pytest.mark.parametrize("wrong", [12, -1])
+def test_an_index_that_no_member_has_is_an_error_as_on_one_device(wrong):
+    words, head = nn.Embedding(12, 8).double(), nn.Linear(8, 12).double()
+    model = nn.ModuleDict({"words": words, "head": head})
+    tokens, good = torch.tensor([wrong, 1]), torch.tensor([0, 1])
+    flat = pfeife.capture(lambda w, t: F.cross_entropy(head(words(w)), t), good, good + 0)
+    local = shard({"words.weight": 0, "head.*": 0}, 2)(flat)
+    for rows in ((tokens, good), (good, tokens)):
+        with pytest.raises(IndexError, match="out of range"):
+            pfeife.evaluate(local, pfeife.state_of(flat, model), [rows])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *({"placements": word} for word in ("foo", None, {"*": "colum"}, {"*": True}, {"*": 1.0})),
+        *({"placements": {"*": Place(0, 0)}}, {"members": 1}, {"members": 2.0}),
+        *({"unknown": "gathers"}, {"attention": "rings"}),
+    ],
+)
+def test_arguments_that_mean_nothing_are_refused(arguments):
+    with pytest.raises(ValueError, match="shard: "):
+        shard(**{"placements": "cut", "members": 2, **arguments})
 
 
 def test_sums_that_are_added_are_taken_once():
