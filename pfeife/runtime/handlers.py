@@ -166,6 +166,9 @@ class Handlers:
         buckets = [bucket for bucket in self._buckets if bucket.first.stages[0] == stage]
         ports = {port.fqn: port for port in self.program.ports(Role.PARAMETER)}
         names = [reduction.name for bucket in buckets for reduction in bucket.reductions]
+        # Who reads a parameter for another stage may have to reduce it before its own first use.
+        kept = [each for each in self.kept.values() if any(p.fqn in names for p in each.ports)]
+        arrive = [*map(self._arrive, kept)]
         self.reads.update(ports[name].name for name in names)
         gradients = self.program.ports(Role.GRADIENT)
         summed = {name: [p.name for p in gradients if p.fqn == name] for name in names}
@@ -181,7 +184,9 @@ class Handlers:
                 return _nothing(step.values[0][ports[name].name], made[name])
             return gradient
 
-        def reduce(step: Step, _: int) -> None:
+        def reduce(step: Step, microbatch: int) -> None:
+            for handler in arrive:
+                handler(step, microbatch)
             # All ranks begin their buckets in one order, that of the schedule: the reducer takes
             # them one after another, and waits in each for the others.
             for bucket in buckets:

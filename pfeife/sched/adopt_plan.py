@@ -77,7 +77,8 @@ def _check_program(plan: Plan, program: Program) -> None:
     if clusters != program.units:
         raise ValueError(
             f"option plan: it is for {clusters} clusters, and this program has {program.units}: "
-            "plan anew, or give the options (split_at, passes) and the model that it was made with"
+            "plan anew, or give the model and the options (split_at, passes, members, parallel) "
+            "that it was made with"
         )
     # Clusters alone may be as many in another model.
     digest = program_digest(program)

@@ -174,7 +174,8 @@ def splits(schedule: Scheduling) -> bool:
 def _placed(family: Family, stages: int, ranks: int) -> tuple[int, ...]:
     if stages < ranks:
         raise ValueError(
-            f"{stages} stages for {ranks} ranks: every rank needs a stage; start fewer processes "
-            f"(torchrun --nproc-per-node {stages}), or ask for more stages or replicas"
+            f"{stages} stages for {ranks} ranks: every rank needs a stage, or every group of "
+            f"members; start fewer processes (torchrun --nproc-per-node {stages}, times members), "
+            "or ask for more stages or replicas"
         )
     return family.placement(stages, ranks)

@@ -530,6 +530,25 @@ def a_loop_of_stages() -> None:
 
 
 @row(ranks=(4,))
+def a_parameter_is_reduced_before_it_is_read() -> None:
+    """The first stage reads it for the second, where its gradient is made."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()).double()
+    plain = copy.deepcopy(model)
+    options = {"members": 2, "parallel": {"2.weight": 1}, "schedule": "gpipe"}
+    step = pfeife.compile(lambda x: model(x).square().mean(), microbatches=4, **options)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    for _ in range(2):
+        x = torch.randn(8, 8, dtype=torch.float64)
+        for loss in (step(x), plain(x).square().mean()):
+            loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    alike(model, plain)
+
+
+@row(ranks=(4,))
 def a_loop_of_replicas() -> None:
     trained_alike(members=2, replicas=2)
     trained_alike(members=2, replicas=2, batch="rank0")

@@ -166,7 +166,8 @@ def _compare_backwards(every: Sequence[News]) -> None:
             raise CollectiveError(
                 f"since the last call of a step rank 0 has called backward {len(first)} times, and "
                 f"rank {rank} {len(factors)} times: each rank has the gradients of its own stages, "
-                "so every rank calls loss.backward(); begin again from the last checkpoint"
+                "so every rank calls loss.backward(), without inputs=; begin again from the last "
+                "checkpoint"
             )
         for here, there in zip(first, factors, strict=True):
             if here != there and not math.isclose(float(here), float(there), rel_tol=1e-5):
