@@ -1,5 +1,6 @@
 """An abstract run of a flat graph: how its results depend on the rows of the batch."""
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -76,10 +77,13 @@ def _by_rule(operation: RowOperation) -> Any:
 
 def _has_pairs(operation: RowOperation) -> bool:
     """Whether a value has something for every pair of rows: for twice the rows it is larger in two
-    dimensions."""
+    dimensions; or another number of these, as where one row is squeezed away."""
     values = [node.meta.get("val") for node in (operation.node, operation.twin) if node is not None]
     shapes = [tuple(value.shape) for value in values if isinstance(value, torch.Tensor)]
-    return len(shapes) == 2 and sum(a != b for a, b in zip(*shapes, strict=True)) > 1
+    if len(shapes) < 2:
+        return False
+    one, two = shapes
+    return len(one) != len(two) or sum(map(operator.ne, one, two)) > 1
 
 
 def _noting_losses(operation: RowOperation, result: Any) -> Any:

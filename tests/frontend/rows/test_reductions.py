@@ -159,6 +159,17 @@ def test_rows_that_depend_on_one_another(how, reduction):
     assert "depend on one another, in " in "".join(texts)
 
 
+def test_a_row_that_is_squeezed_away():
+    """Then what is computed along rows is computed of what is in the row."""
+    net = nn.Linear(4, 4)
+    step = pfeife.compile(
+        lambda x: net(x).squeeze().softmax(0).square().mean(), microbatches=4, stages=1, check=False
+    )
+    with said() as texts:
+        step(torch.randn(4, 4))
+    assert "depend on one another, in squeeze " in "".join(texts)
+
+
 @pytest.mark.parametrize("reduction", ["auto", "mean"])
 def test_rows_by_themselves(reduction):
     """Means over other dimensions, norms, products with what all microbatches have."""
