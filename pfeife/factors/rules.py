@@ -48,8 +48,9 @@ def equation_of(node: fx.Node, rules: Mapping[str, Rule] | None = None) -> Equat
     """The equation of a node, by RULES or others. Raises NoRule where nothing is known of its
     operation."""
     rules = RULES if rules is None else rules
-    other = node.target is seeded or node.target is aten.view.dtype  # that reads bits
-    if other or not hasattr(node.target, "_schema"):
+    if node.target in (seeded, aten.view.dtype):  # that sees the bits of a number as another
+        raise NoRule
+    if not hasattr(node.target, "_schema"):
         raise NoRule
     operation = Operation(node, bound(node))
     if operation.name in rules:
