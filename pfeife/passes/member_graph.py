@@ -225,8 +225,10 @@ class Member:
     def _in_its_way(self, node: fx.Node) -> None:
         reads, way, name = tensors_of(node), self.ways[node], operation_name(node)
         owners = self.owners_of(node) if way.by_data else None
-        by_layout = name in _BY_LAYOUT or node.target is seeded or "linalg" in name
-        if by_layout or name in _ALIGNED or self.has_no_rule(node):
+        unknown = self.has_no_rule(node)
+        decomposes = name.startswith("_linalg_")
+        by_layout = name in _BY_LAYOUT or node.target is seeded or decomposes
+        if by_layout or unknown or name in _ALIGNED:
             # What is scattered into another one's memory is read by its elements.
             layouts = reads[:1] if name in _BY_LAYOUT else reads
             for read, place in zip(layouts, way.operands, strict=False):
