@@ -22,13 +22,15 @@ Make = Callable[..., fx.Node]
 @attrs.frozen(eq=False)
 class Part:
     """What a member has of an operation: its `arguments` by their names in the schema, `size`
-    elements of what is cut over the `members`, and the type and device of the result."""
+    elements of what is cut over the `members`, and the type and device of the result; `reads` is
+    the type of the first operand, another one for kernels that widen (softmax on a GPU)."""
 
     arguments: Mapping[str, Any]
     size: int
     members: int
     dtype: torch.dtype
     device: torch.device
+    reads: torch.dtype
 
 
 Recipe = Callable[[Make, Part], Any]  # gives a node, or a tuple of them
@@ -48,7 +50,7 @@ def log_softmax(make: Make, part: Part) -> fx.Node:
 
 def _exponentials(make: Make, part: Part) -> tuple[fx.Node, fx.Node, fx.Node]:
     """x - max, exp of it, and the sum of that along the dimension."""
-    x, dim = part.arguments["self"], part.arguments["dim"]
+    x, dim = _in_its_type(make, part, part.arguments["self"]), part.arguments["dim"]
     largest = make(all_reduce, make(aten.amax.default, x, [dim], True), part.members, "max")
     shifted = make(aten.sub.Tensor, x, largest)
     exponentials = make(aten.exp.default, shifted)
@@ -62,7 +64,7 @@ def softmax_backward(make: Make, part: Part) -> fx.Node:
     weighted = make(aten.mul.Tensor, gradient, y)
     total = make(aten.sum.dim_IntList, weighted, [part.arguments["dim"]], True)
     rest = make(aten.sub.Tensor, gradient, make(all_reduce, total, part.members))
-    return make(aten.mul.Tensor, y, rest)
+    return _in_its_type(make, part, make(aten.mul.Tensor, y, rest))
 
 
 def log_softmax_backward(make: Make, part: Part) -> fx.Node:
@@ -70,7 +72,14 @@ def log_softmax_backward(make: Make, part: Part) -> fx.Node:
     gradient, y = part.arguments["grad_output"], part.arguments["output"]
     total = make(aten.sum.dim_IntList, gradient, [part.arguments["dim"]], True)
     scaled = make(aten.mul.Tensor, make(aten.exp.default, y), make(all_reduce, total, part.members))
-    return make(aten.sub.Tensor, gradient, scaled)
+    return _in_its_type(make, part, make(aten.sub.Tensor, gradient, scaled))
+
+
+def _in_its_type(make: Make, part: Part, value: fx.Node) -> fx.Node:
+    """A value of the operands' type in that of the result."""
+    if part.reads == part.dtype:
+        return value
+    return make(aten._to_copy.default, value, dtype=part.dtype)
 
 
 def looked_up(make: Make, part: Part) -> fx.Node:

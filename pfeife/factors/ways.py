@@ -306,13 +306,14 @@ class Ways:
 
 
 def _is_linear(node: fx.Node) -> bool:
-    """Whether it makes addends of its operand's, in a type that has all of their numbers, as that
-    in which a gradient is accumulated."""
+    """Whether it makes addends of its operand's, in the same type, or, as gradients are added up,
+    in a wider one of floats: sums of integers wrap, and those of bools are an or."""
     before, after = value_of(node.all_input_nodes[0]), value_of(node)
     if operation_name(node) not in _LINEAR or before is None or after is None:
         return False
     wider = torch.promote_types(before.dtype, after.dtype) == after.dtype
-    return wider and after.dtype.is_floating_point == before.dtype.is_floating_point
+    floats = before.dtype.is_floating_point and after.dtype.is_floating_point
+    return before.dtype == after.dtype or (floats and wider)
 
 
 def _starts(equation: Equation, dims: Dims, place: Place) -> Iterator[Place]:

@@ -343,7 +343,8 @@ class Member:
         first = value[0] if isinstance(value, tuple | list) else value
         arguments = {**bound(node), **named(node, args, kwargs)}
         size = equation.sizes[label] // self.members
-        own = Part(arguments, size, self.members, first.dtype, first.device)
+        reads = tensors_of(node)[0].meta["val"].dtype
+        own = Part(arguments, size, self.members, first.dtype, first.device, reads)
         return equation.recipes[label](partial(self._make, node), own)
 
     def _at(self, node: fx.Node, place: Where, owners: Owners | None = None) -> fx.Node:

@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from decisions import CPU_CORE
 from sent import DEAR_TO_COMPUTE, collectives
-from torch import nn
+from torch import fx, nn
 
 import pfeife
 from pfeife import sched
 from pfeife.cost import estimate, machine, member_prices
 from pfeife.factors import Place
+from pfeife.factors.recipes import Part, log_softmax, softmax
 from pfeife.frontend.cache.program_json import store
 from pfeife.ir.members import MEANING, addend, all_gather, all_reduce, member, part, reduce_scatter
 from pfeife.passes import shard
@@ -299,11 +300,13 @@ def test_what_is_cut_may_be_far_away_from_what_looks_alike():
     "of",
     [
         lambda h: h.detach().sum(0, dtype=torch.int64).sum(),
+        lambda h: (h > 0).sum(0, dtype=torch.bool).sum(),
+        lambda h: (h.detach() * 5e8).to(torch.int32).sum(0, dtype=torch.int32).long().sum(),
         lambda h: (h.detach().view(torch.int64) >> 40).sum(),
         lambda h: torch.native_dropout(h, 0.5, False)[0].square().sum(),
     ],
 )
-@pytest.mark.parametrize("placements", ["cut", {"weight": 1}])
+@pytest.mark.parametrize("placements", ["cut", "gathered", {"weight": 1}])
 def test_what_is_no_sum_of_parts_is_not_taken_for_one(of, placements):
     torch.manual_seed(0)
     net, x = nn.Linear(8, 6, bias=False).double(), torch.randn(4, 8).double()
@@ -324,6 +327,19 @@ def test_a_microbatch_of_which_no_target_counts_has_no_gradients(placements):
     cut = shard(placements, 2)
     state = pfeife.state_of(flat, net)
     check_pass(cut, flat, state, [(x, targets)], rounding=None, within=1e-13)
+
+
+@pytest.mark.parametrize("recipe", [softmax, log_softmax])
+def test_a_softmax_that_widens_does_so_before_anything_is_computed(recipe):
+    """As kernels of a GPU do (`half_to_float`), which no CPU has."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    device, narrow = torch.device("cpu"), torch.bfloat16
+    part = Part({"self": x, "dim": 1}, 6, 2, torch.float32, device, narrow)
+    recipe(lambda target, *args, **kwargs: graph.call_function(target, args, kwargs), part)
+    assert [(user.target, user.kwargs["dtype"]) for user in x.users] == [
+        (aten._to_copy.default, torch.float32)
+    ]
 
 
 @pytest.mark.parametrize("wrong", [12, -1])
