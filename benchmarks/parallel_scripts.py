@@ -1,24 +1,29 @@
 """Torch's scripts of models that are parallelised already, on four ranks, beside one device.
 
     python benchmarks/parallel_scripts.py FOLDER
-    python benchmarks/parallel_scripts.py FOLDER --only fsdp_tp --steps 3
+    python benchmarks/parallel_scripts.py FOLDER --only fsdp_tp --steps 3 --seed 0 --seed 1
 
 FOLDER is a checkout of pytorch/examples, which is no part of this repository. Each script is
 changed by what is printed above the table, and nothing else that concerns the training: it keeps
 its `parallelize_module` and `fully_shard`, its optimizer and its loop. On CPUs it runs in float64,
 also where its model turns to float32 (whose rounding would be that of another number now and then).
 Rank 0 trains a copy of the model on all ranks' rows by itself, from the state that torch gathers
-of what is parallelised, and another one that adds up microbatches in the reverse order: so far
-apart are two trainings on one device that round otherwise (Adam makes a step of any size of a
-gradient that is nothing but rounding). Shown are the largest relative differences of losses, and of
-parameters by the largest of their tensor, with the name of that one. Exits non-zero if parameters
-differ by more than LIMIT.
+of what is parallelised, and another one whose matrix products are added up in two halves, as two
+members would: so far apart are two trainings on one device that round otherwise. `gradient` says
+why: that of the element where these two part most, by the median of its tensor. A first step of
+Adam is lr g / (|g| + eps), which changes by lr / eps times a change of a gradient g below eps.
+
+Shown are the largest relative differences of losses, and of parameters by the largest of their
+tensor, with the name of that one. --seed says what is drawn; several seeds are several rows. Exits
+non-zero if parameters differ by more than LIMIT.
 """
 
 import argparse
 import copy
 import difflib
+import itertools
 import json
+import math
 import os
 import shutil
 import sys
@@ -38,10 +43,25 @@ from torch.optim import Optimizer
 
 import pfeife
 from pfeife import report
+from pfeife._torch import TorchDispatchMode
 
 RANKS, MICROBATCHES, LIMIT, SECONDS = 4, 4, 1e-12, 3600.0
-COLUMNS = ("losses", "parameters", "rounding")
+COLUMNS = ("losses", "parameters", "rounding", "gradient")
 ROOT = Path(__file__).parent.parent
+
+
+class Halves(TorchDispatchMode):
+    """Adds up matrix products in two halves of what they sum over."""
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if op not in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default):
+            return op(*args, **(kwargs or {}))
+        left, right = args
+        first = left.shape[-1] // 2
+        rest = left.shape[-1] - first
+        return op(left.narrow(-1, 0, first), right.narrow(-2, 0, first)) + op(
+            left.narrow(-1, first, rest), right.narrow(-2, first, rest)
+        )
 
 
 class OneDevice:
@@ -67,6 +87,7 @@ class OneDevice:
             self.models = [each.to_empty(device="cpu") for each in self.models]
         self.make, self.members, self.clip = optimizer, members, clip
         self.differences: list[float] = []
+        self.rounding, self.gradient = 0.0, math.nan
 
     def begin(self, parallelised: nn.Module) -> None:
         """Takes the state of the parallelised model."""
@@ -86,12 +107,29 @@ class OneDevice:
         different = batches[:: self.members]
         each = MICROBATCHES // len(different)
         microbatches = [part for batch in different for part in batch.chunk(each)]
-        total = self._trained(0, microbatches)
-        self._trained(1, microbatches[::-1])
+        total, gradients = self._trained(0, microbatches)
+        with Halves():
+            self._trained(1, microbatches)
+        self._measure_rounding(gradients)
         self.differences.append(abs(total - float(loss.detach())) / abs(total))
 
-    def _trained(self, at: int, microbatches: Sequence[torch.Tensor]) -> float:
-        """Trains a copy, of which it returns the loss."""
+    def _measure_rounding(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """How far the copies are apart, and the gradient there if they were nearer before."""
+        one, other = (
+            {name: p.detach() for name, p in each.named_parameters()} for each in self.models
+        )
+        apart, name = _apart(one, other)
+        if apart <= self.rounding:
+            return
+        at = (one[name] - other[name]).abs().argmax()
+        sizes = gradients[name].abs()
+        self.rounding = apart
+        self.gradient = float(sizes.flatten()[at] / sizes[sizes != 0].median())
+
+    def _trained(
+        self, at: int, microbatches: Sequence[torch.Tensor]
+    ) -> tuple[float, Mapping[str, torch.Tensor]]:
+        """Trains a copy, of which it returns the loss and the gradients."""
         model, optimizer, total = self.models[at], self.optimizers[at], 0.0
         for microbatch in microbatches:
             part = model(microbatch).sum()
@@ -99,23 +137,24 @@ class OneDevice:
             total += float(part.detach())
         if self.clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), self.clip)
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
         optimizer.step()
         if self.clip is not None:
             optimizer.zero_grad()
-        return total
+        return total, gradients
 
     def end(self, parallelised: nn.Module, out: str) -> None:
         """Compares the state, and writes what was found."""
         state = pfeife.full_state_dict(parallelised)
         if dist.get_rank():
             return
-        one, other = (each.state_dict() for each in self.models)
-        apart, where = _apart(one, state)
+        apart, where = _apart(self.models[0].state_dict(), state)
         row = {
             "steps": len(self.differences),
             "losses": largest(self.differences),
             "parameters": apart,
-            "rounding": _apart(one, other)[0],
+            "rounding": self.rounding,
+            "gradient": self.gradient,
             "where": where,
         }
         Path(out).write_text(json.dumps(row))
@@ -152,6 +191,7 @@ STEP = "step = pfeife.compile(lambda inp: {}(inp).sum(), microbatches=4, loss_re
 BESIDE = (
     "from parallel_scripts import OneDevice\n"
     "torch.set_default_dtype(torch.float64)\n"
+    "torch.manual_seed({seed})\n"
 )  # fmt: skip
 DEVICE = {"torch.accelerator.current_accelerator().type": "'cpu'"}
 ALL_GPUS = {"if not verify_min_gpu_count(min_gpus=_min_gpu_count):": "if False:"}
@@ -226,6 +266,7 @@ EXAMPLES = (
         },
         ALL_GPUS
         | {
+            "torch.manual_seed(0)": "torch.manual_seed({seed})",
             "def verify_min_gpu": BESIDE + "def verify_min_gpu",
             "device_id=device)": "device_id=None)",
             "    fsdp_kwargs = {}\n": "    plain = OneDevice(\n        model,\n"
@@ -247,7 +288,9 @@ EXAMPLES = (
 )
 
 
-def written(example: Example, source: Path, folder: Path, steps: int) -> tuple[Path, list[str]]:
+def written(
+    example: Example, source: Path, folder: Path, steps: int, seed: int
+) -> tuple[Path, list[str]]:
     """The script as it runs, in a folder of its own, and the lines that a user changes."""
     shutil.copytree((source / example.file).parent, folder)
     for part in folder.glob("*.py"):
@@ -255,8 +298,11 @@ def written(example: Example, source: Path, folder: Path, steps: int) -> tuple[P
     file = folder / Path(example.file).name
     before = file.read_text()
     after = replaced(before, example.needs)
-    out = str(folder / "row.json")
-    beside = {old: new.replace("{out!r}", repr(out)) for old, new in example.beside.items()}
+    out = repr(str(folder / "row.json"))
+    beside = {
+        old: new.replace("{out!r}", out).replace("{seed}", str(seed))
+        for old, new in example.beside.items()
+    }
     shorter = {example.steps: example.steps.replace("10", str(steps))}
     file.write_text(replaced(replaced(after, beside), shorter))
     lines = difflib.unified_diff(before.splitlines(), after.splitlines(), n=0, lineterm="")
@@ -268,24 +314,25 @@ def main() -> None:
     told.add_argument("examples", type=Path, help="a checkout of pytorch/examples")
     told.add_argument("--only", action="append", choices=[each.name for each in EXAMPLES])
     told.add_argument("--steps", type=int, default=10)
+    told.add_argument("--seed", action="append", type=int, help="of the draws (0)")
     asked = told.parse_args()
     paths = [str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     rows: list[Sequence[str]] = []
     wrong = False
     with tempfile.TemporaryDirectory() as name:
-        for example in EXAMPLES:
+        for example, seed in itertools.product(EXAMPLES, asked.seed or [0]):
             if asked.only and example.name not in asked.only:
                 continue
-            folder = Path(name, example.name)
-            file, changed = written(example, asked.examples, folder, asked.steps)
+            folder = Path(name, f"{example.name}_{seed}")
+            file, changed = written(example, asked.examples, folder, asked.steps, seed)
             print(f"\n{example.file}:\n", *changed, sep="\n    ", flush=True)
             harness.world(str(file), RANKS, example.arguments, SECONDS, folder)
             row = json.loads((folder / "row.json").read_text())
             wrong = wrong or not row["parameters"] <= LIMIT
             figures = [f"{row[name]:.1e}" for name in COLUMNS]
-            rows.append((example.name, str(row["steps"]), *figures, row["where"]))
-    print("\n" + report.table(rows, ("script", "steps", *COLUMNS, "where")))
+            rows.append((example.name, str(seed), str(row["steps"]), *figures, row["where"]))
+    print("\n" + report.table(rows, ("script", "seed", "steps", *COLUMNS, "where")))
     sys.exit(wrong)
 
 
