@@ -221,8 +221,9 @@ class Ways:
         """Of parts of sums, which are added up later and together."""
         reads = len(self.reads[node])
         name, both = operation_name(node), node.target is aten.add.Tensor and not node.kwargs
-        if (both and reads == 2) or (reads == 1 and _is_linear(node)):
-            yield Way((SUM,) * reads, (SUM,))
+        if (both and reads == 2) or (reads == 1 and name in _LINEAR):
+            if _adds_alike(node):
+                yield Way((SUM,) * reads, (SUM,))
         elif name == "index":
             yield Way((SUM, *(None,) * (reads - 1)), (SUM,))
         elif name == "index_put" and bound(node)["accumulate"]:
@@ -305,15 +306,19 @@ class Ways:
                     yield _along(*found)
 
 
-def _is_linear(node: fx.Node) -> bool:
-    """Whether it makes addends of its operand's, in the same type, or, as gradients are added up,
-    in a wider one of floats: sums of integers wrap, and those of bools are an or."""
-    before, after = value_of(node.all_input_nodes[0]), value_of(node)
-    if operation_name(node) not in _LINEAR or before is None or after is None:
-        return False
-    wider = torch.promote_types(before.dtype, after.dtype) == after.dtype
-    floats = before.dtype.is_floating_point and after.dtype.is_floating_point
-    return before.dtype == after.dtype or (floats and wider)
+def _adds_alike(node: fx.Node) -> bool:
+    """Whether addends of its operands add up as its result does: in the same type, or, as gradients
+    are added up, in a wider one of floats. Sums of integers wrap, and those of bools are an or."""
+    result = value_of(node)
+
+    def alike(operand: torch.Tensor | None) -> bool:
+        if operand is None or result is None:
+            return False
+        wider = torch.promote_types(operand.dtype, result.dtype) == result.dtype
+        floats = operand.dtype.is_floating_point and result.dtype.is_floating_point
+        return operand.dtype == result.dtype or (floats and wider)
+
+    return all(alike(value_of(read)) for read in tensors_of(node))
 
 
 def _starts(equation: Equation, dims: Dims, place: Place) -> Iterator[Place]:

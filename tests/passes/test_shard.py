@@ -305,6 +305,7 @@ def test_what_is_cut_may_be_far_away_from_what_looks_alike():
     [
         lambda h: h.detach().sum(0, dtype=torch.int64).square().sum(),
         lambda h: (h > 0).sum(0, dtype=torch.bool).sum(),
+        lambda h: ((h > 0).sum(0, dtype=torch.bool) + (h > 0).sum(0)).sum(),
         lambda h: (h.detach().view(torch.int64) >> 40).sum(),
         lambda h: torch.native_dropout(h, 0.5, False)[0].square().sum(),
     ],
