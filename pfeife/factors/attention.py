@@ -65,7 +65,10 @@ def _rule(operation: Operation, labels: Mapping[str, str]) -> Equation:
         if value_of(node) is not None
     ]
     is_backward = "backward" in operation.name
-    known = [labels[n] for n in ("query", "key", "value")] if is_backward else ["bhsv", saved]
+    known: list[Sequence[Label]] = ["bhsv", saved]
+    if is_backward:  # of a mask too, if it is trained and the kernel can
+        wanted = zip(("query", "key", "value", "attn_bias"), operation.results, strict=False)
+        known = [_of_operand(labels, name, len(shape)) for name, shape in wanted if shape]
     drawn = operation.results[len(known) :]
     results = [*known, *(_drawn(at, len(shape)) for at, shape in enumerate(drawn))]
     free = {*"bh"} if is_padded else {*"bhs"}

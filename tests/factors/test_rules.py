@@ -219,6 +219,26 @@ def test_attention_of_gpus_is_cut(kernel):
         assert not ring.passed or len(ring.passed["s"]) == (4 if backward else 2)
 
 
+def test_the_gradient_of_a_trained_mask_is_cut_as_its_attention():
+    """By the one kernel of a GPU that has one, each head of which has its own, or adds to one."""
+    q, k, v = (torch.ones(2, 4, 64, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    mask = torch.ones(2, 4, 64, 64, dtype=torch.bfloat16)
+
+    def step(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).float().square().mean()
+
+    moved = pfeife.move_to_device("cuda")(pfeife.capture(step, q, k, v))
+    (node,) = [n for n in moved.module.graph.nodes if "attention_backward" in str(n.target)]
+    of_mask = node.args[4].meta["val"]
+    with of_mask.fake_mode:
+        added = of_mask.new_empty(2, 1, 64, 64)
+    for gradient, place in ((of_mask, Place(1)), (added, None)):
+        node.meta["val"] = (*node.meta["val"][:3], gradient)
+        rule = equation_of(node)
+        assert rule.place(rule.results[3], "h") == place
+        assert ("h" in rule.sums[3]) == (place is None) and rule.can_cut("h", 2)
+
+
 def by_cudnn(forward, backward):
     """The same attention by cuDNN's kernel."""
     aten, graph = torch.ops.aten, forward.graph
