@@ -222,10 +222,10 @@ def _holds(limit: sympy.Basic, named: tuple[tuple[str, int], ...]) -> bool:
 
 def with_numbers(
     value: Any, largest: int, names: Mapping[Any, sympy.Symbol]
-) -> tuple[Any, bool, Any]:
+) -> tuple[Any, bool | tuple[Size, ...], Any]:
     """A fake value with numbers in place of symbols; whether data decide the size of a tensor in
-    it; and, of a tensor whose sizes and strides those of arguments decide, the expressions of them,
-    else None.
+    it, of a single tensor its sizes; and, of a tensor whose sizes and strides those of arguments
+    decide, the expressions of them, else None.
 
     A size gets what it was when the step was captured, the most that it can be, or `largest` where
     there is no bound; sizes that are computed of one another stay consistent. `names` are of the
@@ -233,14 +233,15 @@ def with_numbers(
     """
     leaves, structure = pytree.tree_flatten(value)
     replacements = [_told(leaf, largest, names) for leaf in leaves]
-    layout = (
-        replacements[0][2] if len(replacements) == 1 and isinstance(value, torch.Tensor) else None
-    )
+    if isinstance(value, torch.Tensor):
+        return replacements[0]
     numbers = pytree.tree_unflatten([plain for plain, *_ in replacements], structure)
-    return numbers, any(by for _, by, _ in replacements), layout
+    return numbers, any(by for _, by, _ in replacements), None
 
 
-def _told(value: Any, largest: int, names: Mapping[Any, Any]) -> tuple[Any, bool, Any]:
+def _told(
+    value: Any, largest: int, names: Mapping[Any, Any]
+) -> tuple[Any, bool | tuple[Size, ...], Any]:
     if isinstance(value, Symbolic):
         return _number(value, largest), False, None
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
@@ -258,7 +259,11 @@ def _told(value: Any, largest: int, names: Mapping[Any, Any]) -> tuple[Any, bool
         symbol for size in written if not isinstance(size, int) for symbol in size.free_symbols
     }
     if any(map(is_unbacked, symbols)):
-        return like, True, None
+        known = {symbol: name_of_size(f"of_data_{symbol}") for symbol in symbols} | dict(names)
+        sizes_by_data = (
+            size if isinstance(size, int) else size.xreplace(known) for size in written
+        )
+        return like, tuple(sizes_by_data)[: value.dim()], None
     if not symbols:
         return like, False, None
     if not symbols <= names.keys():

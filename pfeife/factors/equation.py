@@ -11,7 +11,7 @@ from torch import fx
 
 from pfeife import _torch
 from pfeife.factors.recipes import Recipe
-from pfeife.ir.nodes import operation_name, sizes_of, value_of
+from pfeife.ir.nodes import is_sized_by_data, operation_name, unknown_sizes_of, value_of
 
 Label = Hashable
 Shape = tuple[_torch.Size, ...]  # sizes may be open: expressions
@@ -172,7 +172,7 @@ class Operation:
         if not isinstance(value, list | tuple):
             return [shape_of(self.node) if isinstance(value, torch.Tensor) else ()]
         items = {user.args[1]: user for user in self.node.users if user.target is operator.getitem}
-        is_open = any("sizes" in read.meta for read in self.operands)
+        is_open = any("sizes" in n.meta or is_sized_by_data(n) for n in self.operands)
 
         def shape(at: int, value: Any) -> Shape:
             if not isinstance(value, torch.Tensor):
@@ -195,7 +195,7 @@ def shape_of(node: Any) -> Shape:
     """The shape of what a node computes. Raises NoRule for no tensor."""
     if not isinstance(node, fx.Node) or value_of(node) is None:
         raise NoRule
-    return tuple(sizes_of(node))
+    return unknown_sizes_of(node)
 
 
 def tensors_of(node: fx.Node) -> list[fx.Node]:

@@ -393,6 +393,9 @@ def dividing(shape: Shape, members: int) -> list[Place]:
 
 
 def _equation(node: fx.Node, rules: Mapping[str, Rule]) -> Equation | None:
+    values = [*map(value_of, (node, *tensors_of(node)))]
+    if any(value is not None and value.layout != torch.strided for value in values):
+        return None  # of sparse ones there are no parts
     try:
         return equation_of(node, rules)
     except NoRule:

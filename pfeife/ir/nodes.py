@@ -49,6 +49,12 @@ def sizes_of(node: fx.Node) -> tuple[_torch.Size, ...]:
     return sizes
 
 
+def unknown_sizes_of(node: fx.Node) -> tuple[_torch.Size, ...]:
+    """The same, and expressions of names of their own for sizes that data decide."""
+    by_data = node.meta.get("sized_by_data")
+    return by_data if isinstance(by_data, tuple) else sizes_of(node)
+
+
 def has_effects(node: fx.Node) -> bool:
     """Whether a node does more than to compute its value; what may draw random numbers does not,
     for draws are seeded (attention counts as random even without dropout)."""
@@ -69,7 +75,8 @@ def is_number(node: fx.Node) -> bool:
 
 def is_sized_by_data(node: fx.Node) -> bool:
     """Whether data decide the size of a node's value, as of `x.nonzero()`. Its fake value has the
-    most that this can be; where it is sent, the sizes travel first (`lowering.envelope`)."""
+    most that this can be, and a flat graph says which sizes these are; where it is sent, the sizes
+    travel first (`lowering.envelope`)."""
     return bool(node.meta.get("sized_by_data"))
 
 

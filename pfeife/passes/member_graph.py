@@ -18,7 +18,14 @@ from pfeife.factors.ways import Way, Ways
 from pfeife.ir.editing.copying import Copy
 from pfeife.ir.editing.infer_values import settle
 from pfeife.ir.members import added_rows, fetched_rows, joined_rows, part
-from pfeife.ir.nodes import bound, is_source, operation_name, returned, sizes_of, value_of
+from pfeife.ir.nodes import (
+    bound,
+    is_source,
+    operation_name,
+    returned,
+    unknown_sizes_of,
+    value_of,
+)
 from pfeife.ir.parts import Port, Role
 from pfeife.ir.program import Program
 from pfeife.ir.seeding import seeded
@@ -265,6 +272,12 @@ class Member:
         self.copies[self._key(node, place, owners)] = copy
         if place is None:
             self.laid_out.discard(node)
+            self._is_whole(copy, node)
+
+    def _is_whole(self, copy: fx.Node, node: fx.Node) -> None:
+        """Says of what is put together that it is a value again: of what is computed of it data may
+        decide the size, which nobody can tell."""
+        copy.meta |= {name: node.meta[name] for name in _TOLD if name in node.meta}
 
     def _drop_out(self, node: fx.Node) -> None:
         """A dropout of a value that is cut: each member draws for the whole of it, as one device
@@ -292,7 +305,7 @@ class Member:
 
     def _whole_sizes(self, node: fx.Node, copy: fx.Node, place: Place) -> list[Any]:
         """Those of a value of which a member has a part; of open ones, by what it has."""
-        sizes: list[Any] = [*sizes_of(node)]
+        sizes: list[Any] = [*unknown_sizes_of(node)]
         for dim, size in enumerate(sizes):
             if not isinstance(size, int):
                 own = self._make(node, aten.sym_size.int, copy, dim)
@@ -357,6 +370,8 @@ class Member:
             elif place is None and isinstance(now, Place | Chosen):
                 self.laid_out.discard(node)
             copy = self._moved(node, now, place, owners or self.owners.get(node))
+            if place is None and lies_in_order(node):
+                self._is_whole(copy, node)
             self.copies[key] = self._choose(copy) if isinstance(place, Chosen) else copy
         return self.copies[key]
 

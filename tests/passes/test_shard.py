@@ -324,6 +324,41 @@ def test_what_is_no_sum_of_parts_is_not_taken_for_one(of, placements):
     check_pass(cut, flat, pfeife.state_of(flat, net), [x], rounding=None, within=1e-12)
 
 
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda net, x, mask: net.up(x[mask]).view(-1).sin().square().mean(),
+        lambda net, x, mask: net.down(net.up(x[mask]).view(-1).softmax(0).view(-1, 16)).sum(),
+        lambda net, x, mask: F.dropout(net.up(x[mask]), 0.3).square().sum(),
+        lambda net, x, mask: net.down(net.up(x))[mask].tanh().square().mean(),
+        lambda net, x, mask: net.down(net.up(x)).t().masked_select(mask).square().mean(),
+    ],
+)
+@pytest.mark.parametrize("placements", ["cut", {}, {"up.*": 0}])
+def test_rows_that_data_choose_are_fewer_than_there_may_be(of, placements):
+    model, x = Two(6), torch.randn(12, 8, dtype=torch.float64)
+    masks = [torch.arange(12) % 2 < 1, torch.arange(12) % 5 == 1, torch.ones(12, dtype=torch.bool)]
+    flat = pfeife.capture(partial(of, model), x, masks[0], loss_reduction="sum")
+    for prices in (None, DEAR_TO_COMPUTE, member_prices(machine("h100-sxm"))):
+        cut = shard(placements, 2, prices=prices, unknown="gather")
+        batches = [(x, mask) for mask in masks]
+        check_pass(cut, flat, pfeife.state_of(flat, model), batches, rounding=None, within=1e-12)
+
+
+@pytest.mark.parametrize("members", [2, 3])
+def test_a_table_of_rows_that_is_also_read_as_a_whole(members):
+    """The sum of a sparse gradient and another one has all rows, of the sparse one there are no
+    parts."""
+    torch.manual_seed(0)
+    table = nn.Embedding(12, 6, sparse=True, dtype=torch.float64)
+    places = torch.arange(8) * 5 % 12
+    flat = pfeife.capture(
+        lambda places: table(places).sin().sum() + table.weight.square().sum(), places
+    )
+    state = pfeife.state_of(flat, table)
+    check_pass(shard("cut", members), flat, state, [places], rounding=None, within=1e-13)
+
+
 @pytest.mark.parametrize("placements", ["cut", {"weight": 0}])
 def test_a_microbatch_of_which_no_target_counts_has_no_gradients(placements):
     net, x = nn.Linear(8, 12, bias=False).double(), torch.randn(6, 8).double()

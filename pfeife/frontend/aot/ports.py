@@ -153,7 +153,7 @@ class PortAssigner:
         if "val" in node.meta:
             node.meta["val"] = value
         if by_data:
-            node.meta["sized_by_data"] = True
+            node.meta["sized_by_data"] = by_data
         if layout:
             node.meta["sizes"] = layout
 
@@ -207,7 +207,7 @@ class PortAssigner:
             value.dtype,
             value.device,
             place.batch_dim,
-            sized_by_data=by_data or is_sized_by_data(node),
+            sized_by_data=bool(by_data) or is_sized_by_data(node),
             sizes=layout[0] if is_open else None,
         )
 

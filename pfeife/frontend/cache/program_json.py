@@ -20,10 +20,10 @@ from pfeife.ir.parts import Port, Role
 from pfeife.ir.program import Program
 from pfeife.ir.verify import verify
 
-KEPT: dict[str, type] = {
+KEPT: dict[str, Any] = {
     **{"val": object, "sizes": tuple, "stack_trace": str, "module_stack": tuple},
     **{"module_path": str, "custom": dict, "partitioner_tag": str, "seq_nr": int},
-    **{"is_gradient_acc": bool, "sized_by_data": bool, "autograd_backward": bool},
+    **{"is_gradient_acc": bool, "sized_by_data": bool | tuple, "autograd_backward": bool},
 }
 MOST_BYTES = 2**20  # of a constant
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
