@@ -9,9 +9,9 @@ its `parallelize_module` and `fully_shard`, its optimizer and its loop. On CPUs 
 also where its model turns to float32 (whose rounding would be that of another number now and then).
 Rank 0 trains a copy of the model on all ranks' rows by itself, from the state that torch gathers
 of what is parallelised, and another one whose matrix products are added up in two halves, as two
-members would: so far apart are two trainings on one device that round otherwise. `gradient` says
-why: that of the element where these two part most, by the median of its tensor. A first step of
-Adam is lr g / (|g| + eps), which changes by lr / eps times a change of a gradient g below eps.
+members would: so far apart are two trainings on one device that round otherwise. `gradient` is
+that of the element where these two part most, by the median of its tensor: a first step of Adam is
+lr g / (|g| + eps), which changes by lr / eps times a change of a gradient g below eps.
 
 Shown are the largest relative differences of losses, and of parameters by the largest of their
 tensor, with the name of that one. --seed says what is drawn; several seeds are several rows. Exits

@@ -157,6 +157,7 @@ from pfeife._torch.surroundings import is_higher_order, is_operation, is_torchs,
 from pfeife._torch.tensors import (
     FakeTensor,
     FakeTensorMode,
+    after_backward,
     asks_for_values,
     converting_others,
     copy_marks,

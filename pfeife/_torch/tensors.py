@@ -77,6 +77,12 @@ def hooks_of(tensor: torch.Tensor) -> list[Any]:
     return [hook for hooks in several for hook in (hooks or {}).values()]
 
 
+def after_backward(function: Callable[[], None]) -> None:
+    """Calls a function when the backward in which this is called is over, with all gradients where
+    they go. torch has no public name for it; DDP and FSDP use this one."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
 def is_shared(tensor: torch.Tensor) -> bool:
     """Whether another tensor looks at a tensor's storage."""
     return views_of_memory(tensor) > 1

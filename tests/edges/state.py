@@ -761,6 +761,14 @@ def in_turn(parameters):
     return [*norms, *(parameters[at].grad.norm() for at in (1, -2))]
 
 
+def one_by_one(parameters):
+    """Each gradient by its own norm, and all by what these are together."""
+    norms = [torch.nn.utils.clip_grad_norm_(parameter, 1e-3) for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad.div_(1 + sum(norms))
+    return norms
+
+
 @row(ranks=(1, 2))
 def torch_itself_clips_by_the_norm_of_all():
     """Each rank asks the others for the norms of their gradients; one that many of them have does
@@ -775,6 +783,11 @@ def torch_itself_clips_by_the_norm_of_all():
         lambda p: [one.grad.mul_(0.5) for one in p] and by_hand(p),
         in_turn,
         lambda p: [torch.nn.utils.clip_grad_norm_(p[i::2], 1e-3) for i in range(2)],
+        # What is asked for, its owner may have changed already.
+        lambda p: [torch.nn.utils.clip_grad_norm_(p[:2], 1e-3), by_hand(p[2:])],
+        one_by_one,
+        lambda p: [(q.grad.data.norm(), q.grad.data.mul_(0.5))[0] for q in p],
+        lambda p: [torch.mul(q.grad, 0.5, out=q.grad) for q in p] and by_hand(p),
     ]
     for seed, clip in enumerate(clips):
         step(rows(seed)).backward()
@@ -784,6 +797,37 @@ def torch_itself_clips_by_the_norm_of_all():
             assert found is None or torch.equal(found, expected), seed
         stepped(mine, theirs)
         same_state(model, other)
+
+
+@row(ranks=(2,))
+def a_norm_of_what_its_owner_has_changed_before_it_is_told():
+    """Of an order that nobody has asked for: in the next step it is taken before any change."""
+    model, step, *_ = trained()
+    for attempt in range(2):
+        step(rows(attempt)).backward()
+
+        def clipped():
+            for parameter in model.parameters():
+                torch.nn.utils.clip_grad_norm_(parameter, 1e-3, 3.0)
+
+        if attempt == 0 and dist.get_rank() == 1:
+            refused(clipped, "the norm of the gradient of 0.0.weight is asked for on a rank that")
+        else:
+            clipped()
+
+
+@row(ranks=(2,))
+def what_is_computed_into_tensors_that_are_given():
+    """Of a gradient that another rank has nothing is computed here; nor is what it goes into."""
+    model, step, *_ = trained()
+    step(rows(0)).backward()
+    narrow = torch.ones(1)
+    for parameter in model.parameters():
+        kept = torch.ones_like(parameter)
+        torch.mul(parameter.grad, 2.0, out=kept)
+        assert is_absent(kept) == is_absent(parameter.grad)
+        if is_absent(parameter.grad):
+            refused(lambda p=parameter: torch.mul(p.grad, 2.0, out=narrow), "aten.mul")
 
 
 @row(ranks=(1, 2), whole=(2,))

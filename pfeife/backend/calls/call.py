@@ -325,6 +325,6 @@ def as_backward() -> Iterator[None]:
 def tell(elsewhere: Sequence[torch.Tensor], overflow: torch.Tensor | None) -> None:
     """Lets this rank see that other ranks have gradients of some parameters, and whether any is not
     finite: then the GradScalers of all ranks leave the step out, or none does."""
-    world = world_so_far() if elsewhere else None
+    world = world_so_far()
     if world is not None:
         arrived(elsewhere, world.ownership.norms, overflow is not None and bool(overflow))

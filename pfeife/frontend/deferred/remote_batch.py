@@ -66,6 +66,8 @@ class Absence:
     def operation(self, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The result of one of aten's operations, by the rules of this file."""
         rule = _RULES.get(operation)
+        if rule is None and _has_out(operation):
+            rule = _written_out
         if rule is None and operation.name().startswith("aten::_foreach_"):
             rule = _each_written if _writes(operation) else _each_computed
         return (rule or (_written if _writes(operation) else _computed))(
@@ -166,6 +168,17 @@ def _written(absence: Absence, operation: OpOverload, args: tuple, kwargs: dict[
     else:
         _lose(target, absence.derived())
     return target
+
+
+def _written_out(
+    absence: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    """An operation with `out=`, which changes that."""
+    target = kwargs.get("out")
+    result = _computed(absence, operation, args, kwargs)
+    if target is None or result.shape != target.shape:
+        raise absence.refusal(f"{operation}, which would change the shape of what it writes to,")
+    return _written(absence, operation, (target,), {})
 
 
 def _lose(target: torch.Tensor, absence: Absence) -> None:
@@ -318,10 +331,20 @@ def _norms(absence: Absence, operation: OpOverload, args: tuple, kwargs: dict[st
 
 def _unscaled(absence: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> None:
     """What GradScaler does: all ranks find out if any gradient is not finite."""
-    _each_written(absence, operation, args, kwargs)
+    for is_here, _, arguments in _apart(args):
+        if is_here:
+            operation(*arguments, **kwargs)
+        else:  # torch does not count it as a version
+            record_of(arguments[0][0]).written(arguments[0][0])
     # `args[1]` is found_inf: by it GradScaler leaves the step out, on all ranks or on none.
     if any(record_of(gradient).overflow for gradient in args[0] if is_absent(gradient)):
         args[1].fill_(1.0)
+
+
+def _has_out(operation: OpOverload) -> bool:
+    """Whether an operation changes what it is given by name."""
+    named = (argument for argument in operation._schema.arguments if argument.kwarg_only)
+    return any(each.alias_info is not None and each.alias_info.is_write for each in named)
 
 
 def _writes(operation: OpOverload) -> bool:

@@ -99,7 +99,7 @@ class Gradients:
         if not isinstance(optimizer, torch.optim.LBFGS):
             return
         for owned in (self.owned[p] for p in parameters_of(optimizer) if p in self.owned):
-            if len(owned.ranks) < owned.mesh.ranks or owned.replica is not None:
+            if owned.is_divided:
                 raise ValueError(
                     f"torch.optim.LBFGS needs all gradients in one process, but {owned.name} is "
                     f"trained on ranks {list(owned.everywhere)} of {owned.mesh.size}: use an "
@@ -131,7 +131,7 @@ class Gradients:
     def _divided(self, parameters: Iterable[torch.Tensor]) -> Any:
         """The first of some parameters that not all ranks train, None if all do."""
         trained = (self.owned[p] for p in parameters if p in self.owned)
-        return next((owned for owned in trained if len(owned.everywhere) < owned.mesh.size), None)
+        return next((owned for owned in trained if owned.is_divided), None)
 
     def _shared(self, parameters: Iterable[torch.Tensor]) -> Any:
         """The first of some parameters that several ranks train, these or others; else None."""

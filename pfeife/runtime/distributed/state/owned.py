@@ -55,6 +55,12 @@ class Owned:
         return tuple(rank for rank in range(self.mesh.size) if self.trains(rank))
 
     @property
+    def is_divided(self) -> bool:
+        """Whether some rank of the world does not train the tensor."""
+        some = len(self.ranks) < self.mesh.ranks
+        return some or self.replica is not None or self.member is not None
+
+    @property
     def holders(self) -> tuple[int, ...]:
         """The ranks of the world that have its values."""
         return tuple(rank for rank in range(self.mesh.size) if self.holds(rank))

@@ -7,8 +7,14 @@
     mul_         values                nothing         each rank scales its own
 
 Whatever reads a norm does so on every rank, in one order. The first norm that a rank asks for makes
-all ranks tell one another those of their own gradients; each of the others is then known until
-somebody changes it, or reads it again.
+all ranks tell one another those of their own gradients, each where it is in the script by then:
+
+    script          clip(w)      clip(bias)       rank 1 asks for |w|, and waits
+    rank 0          |w|, mul_    asks             until rank 0 asks, who has changed w
+
+So they tell those of before any change as well, and how many changes there were: who asks and has
+made none takes the first, and who has made as many the other. Each is then known until somebody
+changes it, or reads it again.
 """
 
 from collections.abc import Iterable, Mapping
@@ -36,33 +42,94 @@ class Norms:
     def __init__(self, owners: Mapping[torch.Tensor, Any], owned: Mapping[int, Any]):
         self.owners, self.owned = owners, owned
         self.world: Peers | None = None  # the latest
-        self.told: dict[float, dict[int, float]] = {}  # by order and number
+        self.told: dict[float, dict[int, float | None]] = {}  # by order and number
+        self.orders = {2.0}  # of which norms may be asked for
+        self.first: dict[float, dict[int, torch.Tensor]] = {}  # own ones, before any change
+        self.versions: dict[int, int] = {}  # of gradients then
+        self.written: set[int] = set()  # of gradients of others that have been changed since
+
+    def begin(self) -> None:
+        """After a backward: takes the norms of this rank's gradients before any is changed."""
+        gradients = self._gradients()
+        here = {n: g for n, g in gradients.items() if is_here(g) and g.layout == torch.strided}
+        self.forget()
+        self.versions = {number: gradient._version for number, gradient in gradients.items()}
+        self.first = {
+            order: {number: _norm(gradient, order) for number, gradient in here.items()}
+            for order in self.orders
+        }
 
     def take(self, number: int, order: float) -> float:
         """The norm of a gradient that another rank has, 0.0 if it has none; it is told once
-        (collective if it is not told)."""
+        (collective if it is not told). Raises ValueError if its owner has changed it otherwise."""
         if number not in self.told.get(order, {}):
             # All of them at once: who asks for one, as clip_grad_norm_ does, asks for the others.
             self.told[order] = self._asked(order)
-        return self.told[order].pop(number)
+        norm = self.told[order].pop(number)
+        if norm is None:
+            owned = self.owned[number]
+            raise ValueError(
+                f"the norm of the gradient of {owned.name} is asked for on a rank that does not "
+                f"train it, and rank {owned.first} has changed it since, or not yet as often: read "
+                "the norms of all gradients before any is changed, or clip by "
+                "pfeife.clip_grad_norm_, which ranks do together"
+            )
+        return norm
 
-    def forget(self, number: int | None = None) -> None:
-        """A gradient has been changed, on every rank; all of them without its number."""
+    def change(self, number: int) -> None:
+        """A gradient that another rank has has been changed, on every rank."""
+        self.written.add(number)
         for norms in self.told.values():
-            norms.clear() if number is None else norms.pop(number, None)
+            norms.pop(number, None)
 
-    def _asked(self, order: float) -> dict[int, float]:
+    def forget(self) -> None:
+        """Gradients are others than before."""
+        for known in (self.told, self.first, self.versions, self.written):
+            known.clear()
+
+    def _gradients(self) -> dict[int, torch.Tensor]:
+        """Those of tensors that not all ranks train, by their numbers."""
+        # A deep copy that the ranks have not numbered together yet is not among the owned.
+        return {
+            owned.number: tensor.grad
+            for tensor, owned in self.owners.items()
+            if owned.number in self.owned and tensor.grad is not None and owned.is_divided
+        }
+
+    def _asked(self, order: float) -> dict[int, float | None]:
         world = self.world
         assert world is not None
+        self.orders.add(order)
         with world.busy(lambda: Activity(_PLACE)):
             world.agreed(f"the norm of order {order}", _PLACE)
-            norms = torch.zeros(len(self.owned), dtype=torch.float64, device=world.device)
-            for tensor, owned in self.owners.items():
-                # A deep copy that the ranks have not numbered together yet is not among the owned.
-                if owned.number in self.owned and is_here(tensor.grad):
-                    norms[owned.number] = _norm(tensor.grad, order)
-            gathered = world.gather(norms)
-        return {n: float(gathered[owned.first][n]) for n, owned in self.owned.items()}
+            told = torch.zeros(len(self.owned), 4, dtype=torch.float64, device=world.device)
+            told[:, 1] = 1
+            for number, gradient in self._gradients().items():
+                told[number] = self._told(number, gradient, order, told)
+            gathered = world.gather(told)
+        own = told[:, 3].tolist()
+        by_number: dict[int, float | None] = {}
+        for number, owned in self.owned.items():
+            first, is_known, now, changes = gathered[owned.first][number].tolist()
+            is_same = changes == own[number] if number in self.written else bool(is_known)
+            norm = now if number in self.written else first
+            by_number[number] = norm if is_same else None
+        return by_number
+
+    def _told(
+        self, number: int, gradient: torch.Tensor, order: float, like: torch.Tensor
+    ) -> torch.Tensor:
+        """What ranks tell of a gradient: its norm before any change, whether that is known, its
+        norm now, and how many changes there were."""
+        changes = gradient._version - self.versions.get(number, gradient._version)
+        if not is_here(gradient):
+            return like.new_tensor([0, 0, 0, changes])
+        now = _norm(gradient, order).to(like)
+        first = self.first.get(order, {}).get(number)
+        if first is None and not changes:
+            first = now
+        known = like.new_tensor([first is not None, changes])
+        return torch.stack([now if first is None else first.to(like), known[0], now, known[1]])
 
 
 def _norm(gradient: torch.Tensor, order: float) -> torch.Tensor:
@@ -99,7 +166,7 @@ class RemoteGradient(Absence):
 
     def written(self, tensor: torch.Tensor) -> None:
         """On every rank, and so may be what it is a view of."""
-        self.norms.forget(self.owned.number)
+        self.norms.change(self.owned.number)
 
     def loaded(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
         """A gradient that is given values stays absent: each rank gives its own."""
@@ -130,8 +197,9 @@ def gradient_of(parameter: torch.Tensor, norms: Norms, computed: bool = False) -
 
 
 def arrived(parameters: Iterable[torch.Tensor], norms: Norms, overflow: bool) -> None:
-    """After a backward: what other ranks have got for some parameters has its shapes here."""
+    """In a backward: what other ranks have got for some parameters has its shapes here."""
     norms.forget()
+    _torch.after_backward(norms.begin)
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = gradient_of(parameter, norms)
