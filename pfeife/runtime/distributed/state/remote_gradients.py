@@ -102,34 +102,25 @@ class Norms:
         self.orders.add(order)
         with world.busy(lambda: Activity(_PLACE)):
             world.agreed(f"the norm of order {order}", _PLACE)
+            # Of each a norm before any change, whether that is known, one now, how many changes.
             told = torch.zeros(len(self.owned), 4, dtype=torch.float64, device=world.device)
             told[:, 1] = 1
             for number, gradient in self._gradients().items():
-                told[number] = self._told(number, gradient, order, told)
-            gathered = world.gather(told)
-        own = told[:, 3].tolist()
+                changes = gradient._version - self.versions.get(number, gradient._version)
+                told[number, 3] = changes
+                if is_here(gradient):
+                    now, first = _norm(gradient, order), self.first.get(order, {}).get(number)
+                    told[number, 0], told[number, 2] = now if first is None else first, now
+                    told[number, 1] = first is not None or not changes
+            every = [each.tolist() for each in world.gather(told)]
+        own = told.tolist()
         by_number: dict[int, float | None] = {}
         for number, owned in self.owned.items():
-            first, is_known, now, changes = gathered[owned.first][number].tolist()
-            is_same = changes == own[number] if number in self.written else bool(is_known)
+            first, is_known, now, changes = every[owned.first][number]
             norm = now if number in self.written else first
+            is_same = changes == own[number][3] if number in self.written else is_known
             by_number[number] = norm if is_same else None
         return by_number
-
-    def _told(
-        self, number: int, gradient: torch.Tensor, order: float, like: torch.Tensor
-    ) -> torch.Tensor:
-        """What ranks tell of a gradient: its norm before any change, whether that is known, its
-        norm now, and how many changes there were."""
-        changes = gradient._version - self.versions.get(number, gradient._version)
-        if not is_here(gradient):
-            return like.new_tensor([0, 0, 0, changes])
-        now = _norm(gradient, order).to(like)
-        first = self.first.get(order, {}).get(number)
-        if first is None and not changes:
-            first = now
-        known = like.new_tensor([first is not None, changes])
-        return torch.stack([now if first is None else first.to(like), known[0], now, known[1]])
 
 
 def _norm(gradient: torch.Tensor, order: float) -> torch.Tensor:
