@@ -816,6 +816,18 @@ def a_norm_of_what_its_owner_has_changed_before_it_is_told():
             clipped()
 
 
+@row("the norm of the gradient of", ranks=(2,))
+def a_norm_of_gradients_that_have_changed_places():
+    """Both of each pair are trained on one rank."""
+    model, step, *_ = trained(make=lambda: layers(6, 6, 6, 6, 6), split_at={"2": "begin"})
+    step(rows(0)).backward()
+    biases = [part[0].bias for part in model]
+    for one, other in (biases[:2], biases[2:]):
+        assert is_absent(one) == is_absent(other)
+        one.grad, other.grad = other.grad, one.grad
+    torch.nn.utils.get_total_norm([bias.grad for bias in biases])
+
+
 @row(ranks=(2,))
 def what_is_computed_into_tensors_that_are_given():
     """Of a gradient that another rank has nothing is computed here; nor is what it goes into."""

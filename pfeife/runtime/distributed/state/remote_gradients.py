@@ -70,9 +70,9 @@ class Norms:
             owned = self.owned[number]
             raise ValueError(
                 f"the norm of the gradient of {owned.name} is asked for on a rank that does not "
-                f"train it, and rank {owned.first} has changed it since, or not yet as often: read "
-                "the norms of all gradients before any is changed, or clip by "
-                "pfeife.clip_grad_norm_, which ranks do together"
+                f"train it, and rank {owned.first} has changed it since, or not yet as often, or "
+                "has another one in its place: read the norms of all gradients before any is "
+                "changed, or clip by pfeife.clip_grad_norm_, which ranks do together"
             )
         return norm
 
@@ -105,7 +105,8 @@ class Norms:
             # Of each a norm before any change, whether that is known, one now, how many changes.
             told = torch.zeros(len(self.owned), 4, dtype=torch.float64, device=world.device)
             told[:, 1] = 1
-            for number, gradient in self._gradients().items():
+            gradients = self._gradients()
+            for number, gradient in gradients.items():
                 changes = gradient._version - self.versions.get(number, gradient._version)
                 told[number, 3] = changes
                 if is_here(gradient):
@@ -114,13 +115,22 @@ class Norms:
                     told[number, 1] = first is not None or not changes
             every = [each.tolist() for each in world.gather(told)]
         own = told.tolist()
+        moved = {number for number, gradient in gradients.items() if not _is_of(gradient, number)}
         by_number: dict[int, float | None] = {}
         for number, owned in self.owned.items():
             first, is_known, now, changes = every[owned.first][number]
             norm = now if number in self.written else first
             is_same = changes == own[number][3] if number in self.written else is_known
-            by_number[number] = norm if is_same else None
+            by_number[number] = norm if is_same and number not in moved else None
         return by_number
+
+
+def _is_of(gradient: torch.Tensor, number: int) -> bool:
+    """Whether a gradient is that of a parameter, and not one that a script has put in its place."""
+    if is_here(gradient):
+        return True
+    owned = getattr(_torch.record_of(gradient), "owned", None)
+    return owned is not None and owned.number == number
 
 
 def _norm(gradient: torch.Tensor, order: float) -> torch.Tensor:
