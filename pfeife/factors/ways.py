@@ -221,9 +221,9 @@ class Ways:
         """Of parts of sums, which are added up later and together."""
         reads = len(self.reads[node])
         name, both = operation_name(node), node.target is aten.add.Tensor and not node.kwargs
-        if (both and reads == 2) or (reads == 1 and name in _LINEAR):
-            if _adds_alike(node):
-                yield Way((SUM,) * reads, (SUM,))
+        is_linear = both if reads == 2 else reads == 1 and name in _LINEAR
+        if is_linear and _adds_alike(node):
+            yield Way((SUM,) * reads, (SUM,))
         elif name == "index":
             yield Way((SUM, *(None,) * (reads - 1)), (SUM,))
         elif name == "index_put" and bound(node)["accumulate"]:
@@ -309,16 +309,11 @@ class Ways:
 def _adds_alike(node: fx.Node) -> bool:
     """Whether addends of its operands add up as its result does: in the same type, or, as gradients
     are added up, in a wider one of floats. Sums of integers wrap, and those of bools are an or."""
-    result = value_of(node)
-
-    def alike(operand: torch.Tensor | None) -> bool:
-        if operand is None or result is None:
-            return False
-        wider = torch.promote_types(operand.dtype, result.dtype) == result.dtype
-        floats = operand.dtype.is_floating_point and result.dtype.is_floating_point
-        return operand.dtype == result.dtype or (floats and wider)
-
-    return all(alike(value_of(read)) for read in tensors_of(node))
+    values = (value_of(each) for each in (node, *tensors_of(node)))
+    result, *operands = (value.dtype for value in values if value is not None)
+    floats = all(dtype.is_floating_point for dtype in (result, *operands))
+    wider = all(torch.promote_types(dtype, result) == result for dtype in operands)
+    return {*operands} == {result} or (floats and wider)
 
 
 def _starts(equation: Equation, dims: Dims, place: Place) -> Iterator[Place]:

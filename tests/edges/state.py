@@ -803,14 +803,22 @@ def torch_itself_clips_by_the_norm_of_all():
 def a_norm_of_what_its_owner_has_changed_before_it_is_told():
     """Of an order that nobody has asked for: in the next step it is taken before any change."""
     model, step, *_ = trained()
-    for attempt in range(2):
+
+    def by_torch(parameter):
+        torch.nn.utils.clip_grad_norm_(parameter, 1e-3, 3.0)
+
+    def unversioned(parameter):
+        torch.linalg.vector_norm(parameter.grad, 4.0)
+        parameter.grad.data.mul_(0.5)
+
+    for attempt, clip in enumerate((by_torch, by_torch, unversioned, unversioned)):
         step(rows(attempt)).backward()
 
-        def clipped():
+        def clipped(clip=clip):
             for parameter in model.parameters():
-                torch.nn.utils.clip_grad_norm_(parameter, 1e-3, 3.0)
+                clip(parameter)
 
-        if attempt == 0 and dist.get_rank() == 1:
+        if attempt % 2 == 0 and dist.get_rank() == 1:
             refused(clipped, "the norm of the gradient of 0.0.weight is asked for on a rank that")
         else:
             clipped()

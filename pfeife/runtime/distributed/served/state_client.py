@@ -44,7 +44,7 @@ class Asking:
     def is_asked_for(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether a rank, this one or another, lacks any of some tensors that ranks train."""
         owned_tensors = (self.owners[tensor] for tensor in tensors if tensor in self.owners)
-        return any(len(owned.everywhere) < owned.mesh.size for owned in owned_tensors)
+        return any(owned.is_divided for owned in owned_tensors)
 
     def tensors(self, missing: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
         """The values of absent tensors by their numbers. A rank that is `missing` none counts as

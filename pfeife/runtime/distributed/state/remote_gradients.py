@@ -96,6 +96,15 @@ class Norms:
             if owned.number in self.owned and tensor.grad is not None and owned.is_divided
         }
 
+    def _is_first(self, number: int, gradient: torch.Tensor) -> bool:
+        """Whether a gradient of this rank is as it was after the backward, or seems so: writes to
+        its `data` count no version, but its norm of order 2 is another one."""
+        if gradient._version != self.versions.get(number, gradient._version):
+            return False
+        first = self.first.get(2.0, {}).get(number)
+        now = _norm(gradient, 2.0)
+        return first is None or torch.allclose(first, now, rtol=0.0, atol=0.0, equal_nan=True)
+
     def _asked(self, order: float) -> dict[int, float | None]:
         world = self.world
         assert world is not None
@@ -112,7 +121,7 @@ class Norms:
                 if is_here(gradient):
                     now, first = _norm(gradient, order), self.first.get(order, {}).get(number)
                     told[number, 0], told[number, 2] = now if first is None else first, now
-                    told[number, 1] = first is not None or not changes
+                    told[number, 1] = first is not None or self._is_first(number, gradient)
             every = [each.tolist() for each in world.gather(told)]
         own = told.tolist()
         moved = {number for number, gradient in gradients.items() if not _is_of(gradient, number)}
