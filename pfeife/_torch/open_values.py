@@ -1,6 +1,6 @@
 """Fake values whose sizes are expressions of named sizes, for what operations make of them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -68,6 +68,12 @@ class OpenValues:
         # No size is unbounded here, so that the largest one is never asked for.
         plain, _, layout = with_numbers(value, 1, self.names)
         return plain, layout
+
+    def assume(self, limits: Sequence[sympy.Basic]) -> None:
+        """Takes for granted what is known of the sizes, as expressions of their names."""
+        environment: Any = self.mode.shape_env
+        for limit in limits if self.sizes else ():
+            environment.evaluate_expr(limit.xreplace(self.own))
 
     def assumed(self) -> tuple[sympy.Basic, ...]:
         """What has been assumed of the sizes so far, as expressions of their names."""

@@ -247,7 +247,8 @@ def _told(
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
         return value, False, None
     numbers = (*value.shape, *value.stride())
-    if not any(isinstance(number, Symbolic) for number in numbers):
+    # A view may begin where a symbol says, which is no matter of its own sizes.
+    if not any(isinstance(number, Symbolic) for number in (*numbers, value.storage_offset())):
         return value, False, None
     sizes = [_number(number, largest) for number in numbers]
     with value.fake_mode:  # type: ignore[attr-defined]

@@ -5,7 +5,8 @@ o", and what a cut of each means. `rules` has one for each operation, `axes` whe
 those that move them, `views` the factors of reshapes, `chosen` those where data choose rows;
 `recipes` are how members do together what needs all of a dimension, `experts` that of products of
 experts, `blockwise` that of `attention`; `moves` says where values are and what brings them
-elsewhere, `ways` has all in which a program may be computed. Read them in this order.
+elsewhere, a `way` is how one node may be computed, `ways` has those of a program. Read them in this
+order.
 """
 
 from pfeife.factors.equation import Place

@@ -252,8 +252,8 @@ class _Gathered(_Blocks):
 
     def _moved(self, whole: fx.Node, way: int) -> fx.Node:
         """A member's own keys to the beginning (1), or from there back (-1)."""
-        make, size = self.make, self.part.size * self.part.members
-        first = make(aten.mul.Tensor, self.number, way * self.part.size)
+        make, size = self.make, self.part.whole
+        first = make(aten.mul.Tensor, make(aten.mul.Scalar, self.number, way), self.part.size)
         places = make(aten.arange.default, size, device=self.part.device)
         places = make(aten.remainder.Scalar, make(aten.add.Tensor, places, first), size)
         return make(aten.index_select.default, whole, 2, places)

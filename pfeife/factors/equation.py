@@ -71,12 +71,13 @@ class Equation:
     passed: Mapping[Label, tuple[int, ...]] = attrs.field(factory=dict)
     owned: Mapping[Label, Label] = attrs.field(factory=dict)
 
-    def can_cut(self, label: Label, members: int) -> bool:
-        """Whether every member can compute its part along a factor."""
+    def can_cut(self, label: Label, members: int, calls: Sequence[Mapping[str, int]] = ()) -> bool:
+        """Whether every member can compute its part along a factor, in calls with such sizes if it
+        is open."""
         together = label not in self.whole or label in self.recipes
-        size = self.sizes[label]
-        each = members * self.grains.get(label, 1)
-        return together and isinstance(size, int) and size % each == 0
+        size, grain = self.sizes[label], self.grains.get(label, 1)
+        known = isinstance(size, int) or grain == 1
+        return together and known and _torch.divides(members * grain, size, calls)
 
     def at(self, dims: Dims, place: Place) -> "tuple[Equation, Label] | None":
         """The factor that begins at a place of one of its tensors, and the equation that has it:

@@ -22,11 +22,13 @@ Make = Callable[..., fx.Node]
 @attrs.frozen(eq=False)
 class Part:
     """What a member has of an operation: its `arguments` by their names in the schema, `size`
-    elements of what is cut over the `members`, and the type and device of the result; `reads` is
-    the type of the first operand, another one for kernels that widen (softmax on a GPU)."""
+    elements of the `whole` that is cut over the `members`, numbers or nodes of open ones, and the
+    type and device of the result; `reads` is the type of the first operand, another one for kernels
+    that widen (softmax on a GPU)."""
 
     arguments: Mapping[str, Any]
-    size: int
+    size: int | fx.Node
+    whole: int | fx.Node
     members: int
     dtype: torch.dtype
     device: torch.device
@@ -34,6 +36,12 @@ class Part:
 
 
 Recipe = Callable[[Make, Part], Any]  # gives a node, or a tuple of them
+
+
+def computed(make: Make, function: Callable[..., int], *numbers: int | fx.Node) -> int | fx.Node:
+    """What a function makes of numbers, a node where some of them are."""
+    is_known = all(isinstance(number, int) for number in numbers)
+    return function(*numbers) if is_known else make(function, *numbers)
 
 
 def softmax(make: Make, part: Part) -> fx.Node:
@@ -104,7 +112,7 @@ def looked_up_gradient(make: Make, part: Part) -> fx.Node:
 def _checked(make: Make, indices: fx.Node, part: Part) -> fx.Node:
     """The indices, looked up in a table of themselves: one that is in no member's part is the error
     that it is on one device."""
-    numbers = make(aten.arange.default, part.size * part.members, device=part.device)
+    numbers = make(aten.arange.default, part.whole, device=part.device)
     table = make(aten.unsqueeze.default, numbers, 1)
     return make(aten.squeeze.dim, make(aten.embedding.default, table, indices), -1)
 
@@ -114,9 +122,8 @@ def _own(make: Make, indices: fx.Node, part: Part) -> tuple[fx.Node, fx.Node]:
     first = make(aten.mul.Tensor, make(member, indices, part.members), part.size)
     index = make(aten.sub.Tensor, indices, first)
     low, high = make(aten.ge.Scalar, index, 0), make(aten.lt.Scalar, index, part.size)
-    return make(aten.logical_and.default, low, high), make(
-        aten.clamp.default, index, 0, part.size - 1
-    )
+    last = computed(make, operator.sub, part.size, 1)
+    return make(aten.logical_and.default, low, high), make(aten.clamp.default, index, 0, last)
 
 
 def negative_likelihood(make: Make, part: Part) -> tuple[fx.Node, fx.Node]:

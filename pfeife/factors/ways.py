@@ -17,6 +17,7 @@ import attrs
 import torch
 from torch import fx
 
+from pfeife import _torch
 from pfeife.factors.equation import (
     Chosen,
     Dims,
@@ -32,8 +33,9 @@ from pfeife.factors.equation import (
 from pfeife.factors.experts import Owners
 from pfeife.factors.moves import SUM, Where
 from pfeife.factors.rules import RULES, equation_of
+from pfeife.factors.way import Way, along, along_rows
 from pfeife.ir.nodes import bound, is_source, operation_name, returned, value_of
-from pfeife.ir.parts import Role
+from pfeife.ir.parts import Role, captured_sizes
 from pfeife.ir.program import Program
 from pfeife.ir.seeding import seeded
 
@@ -47,31 +49,13 @@ _LINEAR = (
 _MADE = ("new_zeros", "new_ones", "new_empty", "new_full")  # with sizes of their own
 
 
-@attrs.frozen
-class Way:
-    """How a node is computed: where its operands and results are, and whether each member computes
-    its part alone, along a factor of an equation if that is told, or by an `exchange` of rows. That
-    of a parameter is where it is."""
-
-    operands: tuple[Where, ...]
-    results: tuple[Where, ...]
-    cut: bool = True
-    equation: Equation | None = attrs.field(default=None, eq=False, repr=False)
-    label: Label | None = attrs.field(default=None, eq=False)
-    exchange: bool = False
-
-    @property
-    def by_data(self) -> bool:
-        """Whether data decide what a member has of an operand or a result."""
-        return any(isinstance(place, Chosen) for place in (*self.operands, *self.results))
-
-
 class Ways:
     """The ways of all nodes of a flat program, by the node, that as a whole first.
 
     `parameters` says, by the names of their ports, where each may be; what is not there is whole.
     Those that are `free` may be cut wherever it is of use for what is computed of them. Operations
-    have their equations by `rules`.
+    have their equations by `rules`. Sizes that are open are cut where the members divide them as
+    they were captured, and in all `calls` that have such ones.
     """
 
     def __init__(
@@ -81,8 +65,10 @@ class Ways:
         parameters: Mapping[str, Sequence[Place | None]],
         free: Container[str] = (),
         rules: Mapping[str, Rule] = RULES,
+        calls: Sequence[Mapping[str, int]] = (),
     ):
         self.members, self.parameters, self.free = members, parameters, free
+        self.calls = (captured_sizes(program), *calls)
         self.nodes = [node for node in program.module.graph.nodes if node.op != "output"]
         self.reads = {node: tensors_of(node) for node in self.nodes}
         self.places: dict[fx.Node, dict[Place | Chosen, None]] = {node: {} for node in self.nodes}
@@ -99,7 +85,7 @@ class Ways:
             elif node.name in parameters:
                 self.places[node] = dict.fromkeys(p for p in parameters[node.name] if p)
             elif node.name in batch:
-                self.places[node] = dict.fromkeys(dividing(shape_of(node), members))
+                self.places[node] = dict.fromkeys(self._dividing(node))
         for node, place in self._wanted_gradients(program):
             self.places[node][place] = None
         # From these on and back, until nothing is new: a product that is taken apart into heads
@@ -130,6 +116,10 @@ class Ways:
             return False
         dropout = node.target is seeded and node.args[0] is aten.native_dropout.default
         return self._equations[node] is None and not dropout
+
+    def _dividing(self, node: fx.Node) -> list[Place]:
+        """The dimensions of a value that members divide."""
+        return dividing(shape_of(node), self.members, self.calls)
 
     def _around(self, value: fx.Node) -> Iterator[fx.Node]:
         """The nodes that have a value as operand or result."""
@@ -243,7 +233,7 @@ class Ways:
             if (value if isinstance(here, Chosen) else node) not in self.owners:
                 continue
             cut = node if isinstance(here, Chosen) else value
-            if Place(0) not in dividing(shape_of(cut), self.members):
+            if Place(0) not in self._dividing(cut):
                 continue
             if name == "index":
                 yield Way((here, None), (there,), exchange=True)
@@ -285,7 +275,7 @@ class Ways:
         owners, results = self.owners_of(node), self._results(node)
         if owners is None or len(labels) != 1 or not _chooses(equation, labels[0], self.members):
             return
-        way = _along_rows(equation, labels[0])
+        way = along_rows(equation, labels[0])
         pairs = [*zip(self.reads[node], way.operands, strict=True)]
         pairs += [(results[at], p) for at, p in enumerate(way.results) if at in results]
         chosen = [value for value, place in pairs if isinstance(place, Chosen)]
@@ -301,9 +291,9 @@ class Ways:
             found = equation.at(dims, start)
             if found is not None and found[1] in equation.owned.values():
                 continue  # by the rows of experts
-            if found is not None and found[0].can_cut(found[1], self.members):
+            if found is not None and found[0].can_cut(found[1], self.members, self.calls):
                 with contextlib.suppress(NoRule):  # open sizes say where a factor is
-                    yield _along(*found)
+                    yield along(*found)
 
 
 def _adds_alike(node: fx.Node) -> bool:
@@ -328,19 +318,6 @@ def _starts(equation: Equation, dims: Dims, place: Place) -> Iterator[Place]:
         before *= size
 
 
-def _along(equation: Equation, label: Label) -> Way:
-    """The way in which a factor is cut."""
-    sums = equation.sums or (frozenset(),) * len(equation.results)
-    operands: list[Where] = [equation.place(dims, label) for dims in equation.operands]
-    results: list[Where] = [equation.place(dims, label) for dims in equation.results]
-    results = [
-        SUM if label in summed else place for summed, place in zip(sums, results, strict=True)
-    ]
-    if equation.once is not None and SUM in results:
-        operands[equation.once] = SUM
-    return Way((*operands,), (*results,), equation=equation, label=label)
-
-
 def _chooses(equation: Equation, label: Label, members: int) -> bool:
     """Whether a member can compute what it has of rows that data choose."""
     if label not in equation.sizes:
@@ -351,23 +328,6 @@ def _chooses(equation: Equation, label: Label, members: int) -> bool:
     alone = all(dim == (label,) for dims in tensors for dim in dims if label in dim)
     sized = equation.shape is not None or label in equation.counts.values() or equation.averages
     return alone and not sized and label not in equation.whole and label not in equation.grains
-
-
-def _along_rows(equation: Equation, label: Label) -> Way:
-    """The way in which rows are computed that data choose, and the experts that own them."""
-    cut = equation.owned.get(label, label)
-
-    def where(dims: Dims) -> Where:
-        at = next((at for at, dim in enumerate(dims) if label in dim), None)
-        return Chosen(at) if at is not None else equation.place(dims, cut)
-
-    operands, results = ([*map(where, t)] for t in (equation.operands, equation.results))
-    for at, summed in enumerate(equation.sums):
-        if label in summed:
-            results[at] = SUM
-    if equation.once is not None and SUM in results:
-        operands[equation.once] = SUM
-    return Way((*operands,), (*results,), equation=equation, label=cut)
 
 
 def _of_rows(node: fx.Node, equation: Equation) -> bool:
@@ -381,10 +341,10 @@ def _of_rows(node: fx.Node, equation: Equation) -> bool:
     return len(index[0]) == 1 and len(put) == len(rows) and put[0] == index[0]
 
 
-def dividing(shape: Shape, members: int) -> list[Place]:
-    """The dimensions that members divide, whatever the open sizes are."""
-    sizes = [size if isinstance(size, int) else 0 for size in shape]
-    return [Place(dim) for dim, size in enumerate(sizes) if size and size % members == 0]
+def dividing(shape: Shape, members: int, calls: Sequence[Mapping[str, int]] = ()) -> list[Place]:
+    """The dimensions that members divide, of open sizes in such calls."""
+    sizes = enumerate(shape)
+    return [Place(dim) for dim, size in sizes if size and _torch.divides(members, size, calls)]
 
 
 def _equation(node: fx.Node, rules: Mapping[str, Rule]) -> Equation | None:

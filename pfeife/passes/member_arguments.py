@@ -1,14 +1,16 @@
 """The arguments of an operation on a member's part of what it reads."""
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import fx
 
-from pfeife.factors.equation import Equation, Label
-from pfeife.ir.nodes import bound, sizes_of
+from pfeife.factors.equation import Equation, Label, tensors_of
+from pfeife.ir.nodes import bound, sizes_of, source_line
 
+aten = torch.ops.aten
 Make = Callable[..., fx.Node]  # a node of a target and arguments
 
 
@@ -31,6 +33,28 @@ def localised(
     names = _names(node)
     args = tuple(local.get(name, value) for name, value in zip(names, args, strict=False))
     return args, {name: local.get(name, value) for name, value in kwargs.items()}
+
+
+def own_and_whole(
+    make: Make,
+    node: fx.Node,
+    equation: Equation,
+    label: Label,
+    members: int,
+    arguments: Mapping[str, Any],
+) -> tuple[Any, Any]:
+    """How large a member's part of a factor is, and the whole of it: of an open size nodes, by what
+    its `arguments` have. Raises ValueError where none of these has it as a dimension."""
+    size = equation.sizes[label]
+    if isinstance(size, int):
+        return size // members, size
+    read, whole = tensors_of(node), bound(node)
+    for name, own in arguments.items():
+        dims = equation.operands[read.index(whole[name])] if whole[name] in read else ()
+        if (label,) in dims:
+            part = make(aten.sym_size.int, own, dims.index((label,)))
+            return part, make(operator.mul, part, members)
+    raise ValueError(f"shard: no operand of {node.target} tells a size ({source_line(node)})")
 
 
 def _share(make: Make, size: Any, members: int) -> Any:

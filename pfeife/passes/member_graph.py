@@ -14,7 +14,8 @@ from pfeife.factors.equation import Chosen, Equation, Label, Place, tensors_of
 from pfeife.factors.experts import Owners
 from pfeife.factors.moves import SUM, Where, move_of
 from pfeife.factors.recipes import Part
-from pfeife.factors.ways import Way, Ways
+from pfeife.factors.way import Way, limits
+from pfeife.factors.ways import Ways
 from pfeife.ir.editing.copying import Copy
 from pfeife.ir.editing.infer_values import settle
 from pfeife.ir.members import added_rows, fetched_rows, joined_rows, part
@@ -30,7 +31,7 @@ from pfeife.ir.parts import Port, Role
 from pfeife.ir.program import Program
 from pfeife.ir.seeding import seeded
 from pfeife.ir.split import Split
-from pfeife.passes.member_arguments import localised, named, squeezed
+from pfeife.passes.member_arguments import localised, named, own_and_whole, squeezed
 from pfeife.passes.member_layouts import (
     back,
     check_whole,
@@ -100,6 +101,7 @@ class Member:
         return settle(
             attrs.evolve(
                 self.whole,
+                limits=tuple(dict.fromkeys((*self.whole.limits, *limits(self.ways, self.members)))),
                 module=self.copy.module(),
                 inputs=tuple(map(self._port, self.whole.inputs)),
                 outputs=tuple(
@@ -352,13 +354,13 @@ class Member:
         self, node: fx.Node, equation: Equation, label: Label, args: Any, kwargs: Any
     ) -> Any:
         """A node along a dimension of which it needs all, by collectives."""
-        value = node.meta["val"]
+        value, make = node.meta["val"], partial(self._make, node)
         first = value[0] if isinstance(value, tuple | list) else value
         arguments = {**bound(node), **named(node, args, kwargs)}
-        size = equation.sizes[label] // self.members
+        sizes = own_and_whole(make, node, equation, label, self.members, arguments)
         reads = tensors_of(node)[0].meta["val"].dtype
-        own = Part(arguments, size, self.members, first.dtype, first.device, reads)
-        return equation.recipes[label](partial(self._make, node), own)
+        own = Part(arguments, *sizes, self.members, first.dtype, first.device, reads)
+        return equation.recipes[label](make, own)
 
     def _at(self, node: fx.Node, place: Where, owners: Owners | None = None) -> fx.Node:
         """A value where it is wanted; rows that data choose are those of some owners."""

@@ -28,7 +28,8 @@ from torch import fx
 
 from pfeife.factors.equation import Chosen, Place
 from pfeife.factors.moves import SUM, Where, can_move, move_of
-from pfeife.factors.ways import Way, Ways
+from pfeife.factors.way import Way
+from pfeife.factors.ways import Ways
 from pfeife.ir.members import exchanged_bytes, messages, peers, placed_rows
 from pfeife.ir.nodes import is_source, node_bytes, returned, value_of
 from pfeife.ir.parts import Role

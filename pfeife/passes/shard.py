@@ -11,7 +11,8 @@ from torch import fx
 
 from pfeife.factors.equation import Place, Rule
 from pfeife.factors.rules import RINGS, RULES
-from pfeife.factors.ways import Way, Ways, dividing
+from pfeife.factors.way import Way
+from pfeife.factors.ways import Ways, dividing
 from pfeife.ir.nodes import node_bytes, returned, source_line, value_of
 from pfeife.ir.parts import Port, Role
 from pfeife.ir.program import Program
@@ -33,6 +34,7 @@ def shard(
     attention: Attention = "gather",
     keepers: Mapping[str, int] | None = None,
     prices: Prices | None = None,
+    sizes: Mapping[str, int] | None = None,
     decided: Callable[[Callable[[], str]], str] = lambda decide: decide(),
 ) -> Callable[[Program], Program]:
     """A pass that cuts parameters over the members of a group, and all that is computed of them.
@@ -62,6 +64,9 @@ def shard(
     parameters, or chosen so that each member keeps about as many bytes. Ranks that shard each for
     itself have to decide alike: `decided` gives all of them what one has decided.
 
+    A size that is open is cut where members divide it as it was captured, and in a call with the
+    `sizes` by the names of their ports if these are told. That they do is a limit of the result.
+
     Raises ValueError for other words, a pattern that no parameter has, a dimension that is not
     there or that `members` does not divide, an operation without a rule, and a program that is not
     flat.
@@ -79,7 +84,8 @@ def shard(
         if program.calls or program.members > 1:
             raise ValueError("shard: the program is fused or sharded already; shard a flat one")
         wanted = _wanted(program, placements)
-        ways = _ways(program, wanted, members, RINGS if attention == "ring" else RULES)
+        rules = RINGS if attention == "ring" else RULES
+        ways = _ways(program, wanted, members, rules, [sizes] if sizes else [])
         numbers = decided(
             lambda: _numbers(ways, _chosen(program, ways, prices or _FEWEST_BYTES, unknown))
         )
@@ -142,12 +148,13 @@ def _ways(
     wanted: Mapping[str, Any],
     members: int,
     rules: Mapping[str, Rule],
+    calls: Sequence[Mapping[str, int]],
 ) -> Ways:
     """In which ways its nodes may be computed where parameters are cut so."""
     ports = program.ports(Role.PARAMETER)
     places = {port.name: _places(port, wanted[port.name], members) for port in ports}
     free = {name for name, place in wanted.items() if place in ("shared", "cut", "auto")}
-    return Ways(program, members, places, free, rules)
+    return Ways(program, members, places, free, rules, calls)
 
 
 def _numbers(ways: Ways, chosen: Mapping[fx.Node, Way]) -> str:

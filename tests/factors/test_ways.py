@@ -6,7 +6,8 @@ from torch import nn
 import pfeife
 from pfeife.factors import Place
 from pfeife.factors.moves import SUM
-from pfeife.factors.ways import Way, Ways
+from pfeife.factors.way import Way
+from pfeife.factors.ways import Ways
 
 
 def test_two_layers_as_megatron_cuts_them():

@@ -64,11 +64,12 @@ def test_random_programs_for_members(data):
 @random_cases(12)
 @given(st.data())
 def test_random_programs_of_open_sizes(members, data):
-    """Of any number of rows, and of any length of these."""
+    """Of any number of rows, and of any length of these. Members cut both where they divide them
+    when captured, and then hold for such sizes alone."""
     net, count = data.draw(nets()), data.draw(st.integers(1, 4))
-    steps = [
-        [(torch.randn(*sizes, 4),) for _ in range(count)] for sizes in ((3, 2), (2, 5), (4, 3))
-    ]
+    are_divided = members and data.draw(st.booleans())
+    shapes = ((6, 12), (12, 6), (18, 24)) if are_divided else ((3, 2), (2, 5), (4, 3))
+    steps = [[(torch.randn(*sizes, 4),) for _ in range(count)] for sizes in shapes]
     for dim in range(2):
         torch._dynamo.mark_dynamic(steps[0][0][0], dim)
 

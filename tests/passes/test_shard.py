@@ -345,6 +345,38 @@ def test_rows_that_data_choose_are_fewer_than_there_may_be(of, placements):
         check_pass(cut, flat, pfeife.state_of(flat, model), batches, rounding=None, within=1e-12)
 
 
+@pytest.mark.parametrize("attention", ["gather", "ring"])
+@pytest.mark.parametrize("placements", ["gathered", "cut"])
+def test_an_open_size_is_cut_where_members_divide_it(placements, attention):
+    """In the program's own sizes, and in those of the call that it is for."""
+    model = Block().eval()
+    x = torch.randn(1, 8, 8, dtype=torch.float64)
+    torch._dynamo.mark_dynamic(x, 1)
+    program = pfeife.capture(lambda x: model(x).square().mean(), x)
+    state = pfeife.state_of(program, model)
+    cut = shard(placements, 2, attention=attention, prices=DEAR_TO_COMPUTE)
+    (name,) = (port.name for port in program.ports(pfeife.Role.SIZE))
+    others = [[torch.randn(1, length, 8, dtype=torch.float64)] for length in (6, 12, 4)]
+    local = check_pass(cut, program, state, [x], rounding=None, others=others)
+    assert any(n.target is part for n in local.module.graph.nodes) or placements == "cut"
+    odd = torch.randn(1, 7, 8, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"captured for Eq\(Mod\("):
+        pfeife.evaluate(local, state, [odd])
+    of_any = shard(placements, 2, attention=attention, sizes={name: 7})
+    check_pass(of_any, program, state, [x], rounding=None, others=[*others, [odd]])
+
+
+@pytest.mark.parametrize("placements", ["cut", {"weight": 0}])
+def test_a_view_may_begin_where_an_open_size_says(placements):
+    weight = nn.Linear(12, 6, bias=False).double()
+    x = torch.randn(5, 12, dtype=torch.float64)
+    torch._dynamo.mark_dynamic(x, 0)
+    program = pfeife.capture(lambda x: weight(x)[len(x) // 2].sum(), x)
+    others = [[torch.randn(rows, 12, dtype=torch.float64)] for rows in (6, 7)]
+    state = pfeife.state_of(program, weight)
+    check_pass(shard(placements, 2), program, state, [x], rounding=None, others=others)
+
+
 @pytest.mark.parametrize("members", [2, 3])
 def test_a_table_of_rows_that_is_also_read_as_a_whole(members):
     """The sum of a sparse gradient and another one has all rows, of the sparse one there are no

@@ -35,7 +35,7 @@ def settle(program: AProgram) -> AProgram:
     node whose value is not to be found, as where data decide its size.
     """
     bodies = program.bodies
-    opened = functools.cache(lambda: _torch.OpenValues(captured_sizes(program)))
+    opened = functools.cache(lambda: _opened(program))
     # Told once: two copies of a shared body would no longer be shared.
     distinct = {id(body): body for body in bodies.values()}  # calls may share one
     settled = {at: _settled(body, {}, opened) for at, body in distinct.items()}
@@ -46,6 +46,13 @@ def settle(program: AProgram) -> AProgram:
         return program
     limits = dict.fromkeys((*program.limits, *opened().assumed()))
     return attrs.evolve(program, module=module, limits=tuple(limits))
+
+
+def _opened(program: AProgram) -> _torch.OpenValues:
+    """Symbols for a program's open sizes, of which its limits are known."""
+    opened = _torch.OpenValues(captured_sizes(program))
+    opened.assume(program.limits)
+    return opened
 
 
 def _settled(module: fx.GraphModule, bodies: Bodies, opened: Opened) -> fx.GraphModule:
