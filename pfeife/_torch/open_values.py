@@ -8,6 +8,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
+from pfeife._torch.size_arithmetic import divisor_in, without_remainders
 from pfeife._torch.sizes import (
     Symbolic,
     assumed_of_sizes,
@@ -38,6 +39,7 @@ class OpenValues:
         }
         self.own = {name_of_size(name): size.node.expr for name, size in self.sizes.items()}
         self.names = {own: named for named, own in self.own.items()}
+        self.divided: dict[Any, int] = {}  # named sizes, and what is known to divide them
 
     def value(self, value: Any, layout: Any = None, device: torch.device | None = None) -> Any:
         """A fake value here, and perhaps on another device, with the sizes and strides that an
@@ -67,6 +69,10 @@ class OpenValues:
                 raise ValueError("data decide its size")
         # No size is unbounded here, so that the largest one is never asked for.
         plain, _, layout = with_numbers(value, 1, self.names)
+        if layout is not None:
+            layout = tuple(
+                tuple(without_remainders(size, self.divided) for size in sizes) for sizes in layout
+            )
         return plain, layout
 
     def assume(self, limits: Sequence[sympy.Basic]) -> None:
@@ -74,6 +80,7 @@ class OpenValues:
         environment: Any = self.mode.shape_env
         for limit in limits if self.sizes else ():
             environment.evaluate_expr(limit.xreplace(self.own))
+            self.divided |= divisor_in(limit)
 
     def assumed(self) -> tuple[sympy.Basic, ...]:
         """What has been assumed of the sizes so far, as expressions of their names."""

@@ -6,9 +6,9 @@ They are sympy's, as torch's own are: it has no public name for what divides wha
 from collections.abc import Mapping, Sequence
 
 import sympy  # type: ignore[import-untyped]
-from torch.utils._sympy.functions import Mod
+from torch.utils._sympy.functions import FloorDiv, Mod
 
-from pfeife._torch.sizes import Size, sizes_at
+from pfeife._torch.sizes import Size
 
 
 def quotient(size: Size, divisor: Size) -> Size | None:
@@ -24,16 +24,39 @@ def quotient(size: Size, divisor: Size) -> Size | None:
 
 
 def divides(number: int, size: Size, calls: Sequence[Mapping[str, int]]) -> bool:
-    """Whether a number divides a size: one that is open in each of some calls, by the named sizes
-    there, into parts of 2 or more, as torch takes 1 for a number; one that data decide nobody
-    knows."""
+    """Whether a number divides a size: an open one where it divides the named sizes that it divides
+    in each of some calls, into parts of 2 or more, as torch takes 1 for a number; one that data
+    decide nobody knows."""
     if isinstance(size, int):
         return size % number == 0
-    try:
-        numbers = [sizes_at([size], named)[0] for named in calls]
-    except ValueError:
+    names = {str(symbol): symbol for symbol in size.free_symbols}
+    if not calls or any(not names.keys() <= named.keys() for named in calls):
         return False
-    return bool(numbers) and all(n % number == 0 and n > number for n in numbers)
+    divided = {
+        symbol: number * symbol
+        for name, symbol in names.items()
+        if all(named[name] % number == 0 and named[name] > number for named in calls)
+    }
+    return quotient(expanded(size.xreplace(divided)), number) is not None
+
+
+def divisor_in(limit: sympy.Basic) -> dict[sympy.Symbol, int]:
+    """A named size and a number, of a limit that says that this divides it; {} for others."""
+    for told in limit.atoms(Mod):
+        size, number = told.args
+        if size.is_Symbol and limit == is_divided(size, number):
+            return {size: int(number)}
+    return {}
+
+
+def without_remainders(size: Size, divided: Mapping[sympy.Symbol, int]) -> Size:
+    """A size where numbers divide some named ones: 2 * (n // 2) is n."""
+    if isinstance(size, int) or not size.has(FloorDiv):
+        return size
+    quotients = {FloorDiv(name, number): name / number for name, number in divided.items()}
+    exact = sympy.expand(size.xreplace(quotients))
+    whole = all(factor.is_Integer for factor in exact.as_coefficients_dict().values())
+    return exact if whole else size
 
 
 def is_divided(size: Size, number: int) -> sympy.Basic:

@@ -214,7 +214,10 @@ def holds(limit: sympy.Basic, named: Mapping[str, int]) -> bool:
 @functools.lru_cache(maxsize=2**12)
 def _holds(limit: sympy.Basic, named: tuple[tuple[str, int], ...]) -> bool:
     numbers = {name_of_size(name): sympy.Integer(value) for name, value in named}
-    truth = limit.subs(numbers)
+    try:
+        truth = limit.subs(numbers)
+    except ZeroDivisionError:  # what was assumed of a size says nothing of none
+        return False
     if truth not in (sympy.true, sympy.false):
         raise ValueError(f"{limit} says nothing of the sizes {dict(named)}: it is {truth}")
     return bool(truth)

@@ -76,7 +76,8 @@ class Equation:
         is open."""
         together = label not in self.whole or label in self.recipes
         size, grain = self.sizes[label], self.grains.get(label, 1)
-        known = isinstance(size, int) or grain == 1
+        told = label not in self.recipes or any((label,) in dims for dims in self.operands)
+        known = isinstance(size, int) or (told and grain == 1)
         return together and known and _torch.divides(members * grain, size, calls)
 
     def at(self, dims: Dims, place: Place) -> "tuple[Equation, Label] | None":

@@ -125,7 +125,8 @@ def fetched_rows(
     """S(0) or C(0) -> S(0) or C(0). x[index]: the rows of all members that a member's part of the
     `index` (R) reads. Rows are cut by the starts `sources`, the index by `targets`; without them
     into equal parts. Each row is sent once to whoever reads it."""
-    count = len(index) // (members if targets is None else 1)
+    # A symbol where it is open: its length is a number.
+    count = index.shape[0] // (members if targets is None else 1)
     return _shaped("fetched_rows", value, lambda: value.new_empty([count, *value.shape[1:]]))
 
 

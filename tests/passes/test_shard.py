@@ -366,6 +366,31 @@ def test_an_open_size_is_cut_where_members_divide_it(placements, attention):
     check_pass(of_any, program, state, [x], rounding=None, others=[*others, [odd]])
 
 
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda h: F.embedding(torch.arange(len(h)) % 3, h[:, 0]),
+        lambda h: F.pad(h, (0, 0, 0, 3)),
+        lambda h: F.pad(h, (0, 0, 0, -h.shape[1] % 8)),
+        lambda h: h[h[..., 0] > 0],
+        lambda h: h[:, 1:] * h[:, :-1] - h[:, : h.shape[1] // 2].sum(),
+    ],
+)
+@pytest.mark.parametrize("placements", ["gathered", "cut"])
+def test_two_open_sizes_are_divided_by_members(of, placements):
+    """Whatever is computed of the two, the program holds for all that members divide, and for no
+    reason but that they do."""
+    layer = nn.Linear(4, 4).double()
+    x = torch.randn(6, 12, 4, dtype=torch.float64)
+    for dim in range(2):
+        torch._dynamo.mark_dynamic(x, dim)
+    program = pfeife.capture(lambda x: of(layer(x)).square().sum() + layer(x).sin().mean(), x)
+    state = pfeife.state_of(program, layer)
+    cut = shard(placements, 3, unknown="gather", prices=DEAR_TO_COMPUTE)
+    others = [[torch.randn(*sizes, 4, dtype=torch.float64)] for sizes in ((12, 6), (9, 18))]
+    check_pass(cut, program, state, [x], rounding=None, within=1e-12, others=others)
+
+
 @pytest.mark.parametrize("placements", ["cut", {"weight": 0}])
 def test_a_view_may_begin_where_an_open_size_says(placements):
     weight = nn.Linear(12, 6, bias=False).double()
@@ -409,7 +434,7 @@ def test_a_softmax_that_widens_does_so_before_anything_is_computed(recipe):
     graph = fx.Graph()
     x = graph.placeholder("x")
     device, narrow = torch.device("cpu"), torch.bfloat16
-    part = Part({"self": x, "dim": 1}, 6, 2, torch.float32, device, narrow)
+    part = Part({"self": x, "dim": 1}, 6, 12, 2, torch.float32, device, narrow)
     recipe(lambda target, *args, **kwargs: graph.call_function(target, args, kwargs), part)
     assert [(user.target, user.kwargs["dtype"]) for user in x.users] == [
         (aten._to_copy.default, torch.float32)

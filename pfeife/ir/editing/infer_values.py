@@ -1,5 +1,6 @@
 """What whoever edits a graph may leave undone."""
 
+import contextlib
 import functools
 import inspect
 import operator
@@ -160,6 +161,8 @@ class _Values:
                 "from its arguments; write meta['val'] of what is new before it, and of itself as "
                 "large as it can be"
             ) from None
+        if sizes is not None:  # which say it more simply than what was just computed
+            del self.symbolic[node]
         if self.opened().sizes:  # to be with the others of its graph
             mode = self._mode(*(self.of.get(source) for source in node.all_input_nodes))
             plain = pytree.tree_map_only(
@@ -191,8 +194,12 @@ class _Values:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), read)
         if target is seeded:  # draws nothing here: the value is as without the seed
             target, args = args[0], args[3:]
-        with self.opened().mode if is_open else self._mode(args, kwargs), torch.no_grad():
-            return target(*args, **kwargs)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.opened().mode if is_open else self._mode(args, kwargs))
+            if is_open:
+                stack.enter_context(_torch.python_kernels())
+            with torch.no_grad():
+                return target(*args, **kwargs)
 
     def _open(self, node: fx.Node) -> Any:
         """A node's value with symbols for open sizes."""
