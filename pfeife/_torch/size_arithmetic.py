@@ -51,11 +51,15 @@ def divisor_in(limit: sympy.Basic) -> dict[sympy.Symbol, int]:
 
 def without_remainders(size: Size, divided: Mapping[sympy.Symbol, int]) -> Size:
     """A size where numbers divide some named ones: 2 * (n // 2) is n."""
-    if isinstance(size, int) or not size.has(FloorDiv):
+    if isinstance(size, int):
         return size
     quotients = {FloorDiv(name, number): name / number for name, number in divided.items()}
+    remainders = size.atoms(FloorDiv)
+    if not remainders or not remainders <= quotients.keys():
+        return size
     exact = sympy.expand(size.xreplace(quotients))
-    whole = all(factor.is_Integer for factor in exact.as_coefficients_dict().values())
+    factors = exact.as_coefficients_dict().values()
+    whole = exact.is_polynomial() and all(factor.is_Integer for factor in factors)
     return exact if whole else size
 
 

@@ -89,8 +89,7 @@ def shard(
         numbers = decided(
             lambda: _numbers(ways, _chosen(program, ways, prices or _FEWEST_BYTES, unknown))
         )
-        pairs = zip(ways.nodes, json.loads(numbers), strict=True)
-        chosen = {node: ways.of[node][number] for node, number in pairs}
+        chosen = _decided(ways, numbers)
         splits = _splits(program.ports(Role.PARAMETER), chosen, members)
         local = Member(program, splits, chosen, ways).program()
         shared = {
@@ -158,8 +157,22 @@ def _ways(
 
 
 def _numbers(ways: Ways, chosen: Mapping[fx.Node, Way]) -> str:
-    """Which of its ways each node is computed in."""
-    return json.dumps([ways.of[node].index(chosen[node]) for node in ways.nodes])
+    """Which of its ways, and of how many, each node is computed in."""
+    return json.dumps(
+        [(ways.of[node].index(chosen[node]), len(ways.of[node])) for node in ways.nodes]
+    )
+
+
+def _decided(ways: Ways, numbers: str) -> dict[fx.Node, Way]:
+    """The ways by such numbers of rank 0. Raises ValueError if it knows others."""
+    told = json.loads(numbers)
+    if [count for _, count in told] != [len(ways.of[node]) for node in ways.nodes]:
+        raise ValueError(
+            "shard: rank 0 may cut the program in other ways, as of one that was captured at other "
+            "sizes: give all ranks the same cache of captures, or none"
+        )
+    pairs = zip(ways.nodes, told, strict=True)
+    return {node: ways.of[node][number] for node, (number, _) in pairs}
 
 
 def _chosen(program: Program, ways: Ways, prices: Prices, unknown: str) -> Mapping[fx.Node, Way]:

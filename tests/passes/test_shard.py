@@ -373,6 +373,7 @@ def test_an_open_size_is_cut_where_members_divide_it(placements, attention):
         lambda h: F.pad(h, (0, 0, 0, 3)),
         lambda h: F.pad(h, (0, 0, 0, -h.shape[1] % 8)),
         lambda h: h[h[..., 0] > 0],
+        lambda h: (h[:, :, None] * h[:, None]).transpose(1, 2).flatten(1, 2).softmax(1),
         lambda h: h[:, 1:] * h[:, :-1] - h[:, : h.shape[1] // 2].sum(),
     ],
 )
@@ -389,6 +390,27 @@ def test_two_open_sizes_are_divided_by_members(of, placements):
     cut = shard(placements, 3, unknown="gather", prices=DEAR_TO_COMPUTE)
     others = [[torch.randn(*sizes, 4, dtype=torch.float64)] for sizes in ((12, 6), (9, 18))]
     check_pass(cut, program, state, [x], rounding=None, within=1e-12, others=others)
+
+
+def test_ranks_that_know_other_ways_are_told_of():
+    """As where a rank has the program from a cache, captured at another length."""
+    layer, told = nn.Linear(4, 4), []
+
+    def flat(length):
+        torch._dynamo.reset()
+        x = torch.randn(2, length, 4)
+        torch._dynamo.mark_dynamic(x, 1)
+        return pfeife.capture(lambda x: layer(x).square().mean(), x)
+
+    def of_rank_zero(decide):
+        told.append(decide())
+        return told[0]
+
+    cut = shard("cut", 2, decided=of_rank_zero)
+    cut(flat(6))
+    cut(flat(8))
+    with pytest.raises(ValueError, match="captured at other sizes"):
+        cut(flat(7))
 
 
 @pytest.mark.parametrize("placements", ["cut", {"weight": 0}])
