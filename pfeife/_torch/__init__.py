@@ -131,7 +131,7 @@ from pfeife._torch.results import (
     changed_containers,
     result_paths,
 )
-from pfeife._torch.size_arithmetic import divides, expanded, is_divided, quotient
+from pfeife._torch.size_arithmetic import divided_by, divides, divisors, expanded, quotient
 from pfeife._torch.size_trees import is_expression, size_of_tree, tree_of_size
 from pfeife._torch.sizes import (
     Size,

@@ -8,7 +8,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
-from pfeife._torch.size_arithmetic import divisor_in, without_remainders
+from pfeife._torch.size_arithmetic import divisors, without_remainders
 from pfeife._torch.sizes import (
     Symbolic,
     assumed_of_sizes,
@@ -39,7 +39,7 @@ class OpenValues:
         }
         self.own = {name_of_size(name): size.node.expr for name, size in self.sizes.items()}
         self.names = {own: named for named, own in self.own.items()}
-        self.divided: dict[Any, int] = {}  # named sizes, and what is known to divide them
+        self.divided: Mapping[Any, int] = {}  # named sizes, and what is known to divide them
 
     def value(self, value: Any, layout: Any = None, device: torch.device | None = None) -> Any:
         """A fake value here, and perhaps on another device, with the sizes and strides that an
@@ -77,10 +77,12 @@ class OpenValues:
 
     def assume(self, limits: Sequence[sympy.Basic]) -> None:
         """Takes for granted what is known of the sizes, as expressions of their names."""
+        if not self.sizes:
+            return
         environment: Any = self.mode.shape_env
-        for limit in limits if self.sizes else ():
+        for limit in limits:
             environment.evaluate_expr(limit.xreplace(self.own))
-            self.divided |= divisor_in(limit)
+        self.divided = divisors(tuple(limits))
 
     def assumed(self) -> tuple[sympy.Basic, ...]:
         """What has been assumed of the sizes so far, as expressions of their names."""

@@ -3,7 +3,9 @@
 They are sympy's, as torch's own are: it has no public name for what divides what.
 """
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 from torch.utils._sympy.functions import FloorDiv, Mod
@@ -24,9 +26,9 @@ def quotient(size: Size, divisor: Size) -> Size | None:
 
 
 def divides(number: int, size: Size, calls: Sequence[Mapping[str, int]]) -> bool:
-    """Whether a number divides a size: an open one where it divides the named sizes that it divides
-    in each of some calls, into parts of 2 or more, as torch takes 1 for a number; one that data
-    decide nobody knows."""
+    """Whether a number divides a size. It divides an open one if that follows of the named sizes
+    that it divides in each of some calls, where these have parts of 2 or more: torch takes 1 for a
+    number. Of one that data decide nobody knows."""
     if isinstance(size, int):
         return size % number == 0
     names = {str(symbol): symbol for symbol in size.free_symbols}
@@ -40,13 +42,15 @@ def divides(number: int, size: Size, calls: Sequence[Mapping[str, int]]) -> bool
     return quotient(expanded(size.xreplace(divided)), number) is not None
 
 
-def divisor_in(limit: sympy.Basic) -> dict[sympy.Symbol, int]:
-    """A named size and a number, of a limit that says that this divides it; {} for others."""
-    for told in limit.atoms(Mod):
-        size, number = told.args
-        if size.is_Symbol and limit == is_divided(size, number):
-            return {size: int(number)}
-    return {}
+@functools.lru_cache(maxsize=2**8)
+def divisors(limits: tuple[sympy.Basic, ...]) -> Mapping[sympy.Symbol, int]:
+    """The numbers by which limits say that named sizes can be divided, by these."""
+    pairs = [told.args for limit in limits for told in limit.atoms(Mod)]
+    return {
+        size: int(number)
+        for size, number in pairs
+        if size.is_Symbol and number.is_Integer and divisibility(number, size) in limits
+    }
 
 
 def without_remainders(size: Size, divided: Mapping[sympy.Symbol, int]) -> Size:
@@ -63,9 +67,20 @@ def without_remainders(size: Size, divided: Mapping[sympy.Symbol, int]) -> Size:
     return exact if whole else size
 
 
-def is_divided(size: Size, number: int) -> sympy.Basic:
+def divisibility(number: int, size: Size) -> sympy.Basic:
     """That a number divides a size, as an expression of the named sizes."""
     return sympy.Eq(Mod(sympy.sympify(size), number), 0)
+
+
+def divided_by(number: int, sizes: Iterable[tuple[int, Size]]) -> tuple[sympy.Basic, ...]:
+    """The limits that say, of pairs of a multiple of a number and a size, that the one divides the
+    other: no more than need to be said."""
+    pairs: dict[Any, None] = dict.fromkeys(pair for pair in sizes if not isinstance(pair[1], int))
+    divided = {size: number * size for _, size in pairs if size.is_Symbol}
+    rest = (
+        pair for pair in pairs if quotient(expanded(pair[1].xreplace(divided)), pair[0]) is None
+    )
+    return (*(divisibility(number, name) for name in divided), *(divisibility(*p) for p in rest))
 
 
 def expanded(size: Size) -> Size:

@@ -216,7 +216,7 @@ def _holds(limit: sympy.Basic, named: tuple[tuple[str, int], ...]) -> bool:
     numbers = {name_of_size(name): sympy.Integer(value) for name, value in named}
     try:
         truth = limit.subs(numbers)
-    except ZeroDivisionError:  # what was assumed of a size says nothing of none
+    except ZeroDivisionError:  # of a size of 0
         return False
     if truth not in (sympy.true, sympy.false):
         raise ValueError(f"{limit} says nothing of the sizes {dict(named)}: it is {truth}")

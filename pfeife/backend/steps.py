@@ -167,7 +167,9 @@ class Steps:
         args, options = request.args, request.options
         trained = self._trained(args) if request.world else ()
         key = (options.microbatches, *self.graph.key(args), trained)
-        for program_key, compiled in reversed(self.known.items()):
+        # The one that cuts most first, then what was used last: what cuts nothing fits all sizes.
+        known = sorted(reversed(self.known.items()), key=lambda pair: -len(pair[1].divided))
+        for program_key, compiled in known:
             if program_key[:-1] == key and not compiled.breaks(args, options.cut):
                 return program_key, compiled
         return (*key, next(self.builds)), None

@@ -30,7 +30,7 @@ import torch
 from torch import fx
 
 from pfeife._torch.attention import in_order
-from pfeife.factors.recipes import Make, Part, Recipe
+from pfeife.factors.recipes import Make, Part, Recipe, computed
 from pfeife.ir.members import member, shift
 
 aten = torch.ops.aten
@@ -253,7 +253,8 @@ class _Gathered(_Blocks):
     def _moved(self, whole: fx.Node, way: int) -> fx.Node:
         """A member's own keys to the beginning (1), or from there back (-1)."""
         make, size = self.make, self.part.whole
-        first = make(aten.mul.Tensor, make(aten.mul.Scalar, self.number, way), self.part.size)
+        far = computed(make, operator.mul, self.part.size, way)
+        first = make(aten.mul.Tensor, self.number, far)
         places = make(aten.arange.default, size, device=self.part.device)
         places = make(aten.remainder.Scalar, make(aten.add.Tensor, places, first), size)
         return make(aten.index_select.default, whole, 2, places)

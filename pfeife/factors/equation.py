@@ -76,6 +76,7 @@ class Equation:
         is open."""
         together = label not in self.whole or label in self.recipes
         size, grain = self.sizes[label], self.grains.get(label, 1)
+        # Grains are of numbers, and a recipe is told how large a member's part is by an operand.
         told = label not in self.recipes or any((label,) in dims for dims in self.operands)
         known = isinstance(size, int) or (told and grain == 1)
         return together and known and _torch.divides(members * grain, size, calls)

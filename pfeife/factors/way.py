@@ -61,12 +61,16 @@ def along_rows(equation: Equation, label: Label) -> Way:
     return Way((*operands,), (*results,), equation=equation, label=cut)
 
 
-def limits(ways: Mapping[fx.Node, Way], members: int) -> Iterator[Any]:
+def limits(ways: Mapping[fx.Node, Way], members: int) -> tuple[Any, ...]:
     """That members divide the open sizes that are cut in the ways of some nodes."""
+    return _torch.divided_by(members, _cut_sizes(ways, members))
+
+
+def _cut_sizes(ways: Mapping[fx.Node, Way], members: int) -> Iterator[tuple[int, _torch.Size]]:
+    """The sizes that are cut in the ways of some nodes, each behind the number that has to divide
+    it. Those of several results are told of by who reads them."""
     for node, way in ways.items():
         values = [*zip(tensors_of(node), way.operands, strict=True), (node, way.results[0])]
         for value, place in values:
             if isinstance(place, Place) and value_of(value) is not None:
-                size = unknown_sizes_of(value)[place.dim]
-                limit = _torch.is_divided(size, members * place.before)
-                yield from [limit] if limit.free_symbols else []
+                yield members * place.before, unknown_sizes_of(value)[place.dim]

@@ -370,6 +370,7 @@ def test_an_open_size_is_cut_where_members_divide_it(placements, attention):
     "of",
     [
         lambda h: F.embedding(torch.arange(len(h)) % 3, h[:, 0]),
+        lambda h: h.reshape(-1).log_softmax(0),
         lambda h: F.pad(h, (0, 0, 0, 3)),
         lambda h: F.pad(h, (0, 0, 0, -h.shape[1] % 8)),
         lambda h: h[h[..., 0] > 0],
@@ -390,6 +391,22 @@ def test_two_open_sizes_are_divided_by_members(of, placements):
     cut = shard(placements, 3, unknown="gather", prices=DEAR_TO_COMPUTE)
     others = [[torch.randn(*sizes, 4, dtype=torch.float64)] for sizes in ((12, 6), (9, 18))]
     check_pass(cut, program, state, [x], rounding=None, within=1e-12, others=others)
+
+
+def test_an_open_size_may_divide_another_one():
+    layer = nn.Linear(4, 4).double()
+    x, y = (torch.randn(rows, 4, dtype=torch.float64) for rows in (24, 6))
+    for value in (x, y):
+        torch._dynamo.mark_dynamic(value, 0)
+
+    def step(x, y):
+        return (layer(x).reshape(len(y), -1, 4) * y[:, None]).square().sum()
+
+    program = pfeife.capture(step, x, y)
+    others = [[(torch.cat([x] * times), torch.cat([y] * times))] for times in (2, 3)]
+    cut = shard("gathered", 2, prices=DEAR_TO_COMPUTE)
+    state = pfeife.state_of(program, layer)
+    check_pass(cut, program, state, [(x, y)], rounding=None, within=1e-12, others=others)
 
 
 def test_ranks_that_know_other_ways_are_told_of():

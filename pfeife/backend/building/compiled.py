@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 import torch
 
+from pfeife import _torch
 from pfeife.backend.building.loss_scale import LossScale, loss_scale_of
 from pfeife.backend.building.planning import UNEVEN
 from pfeife.backend.settings.options import Options
@@ -88,6 +89,11 @@ class Compiled:
         shared = f", {members} to a stage" if members > 1 else ""
         where = f"{stages} stages on {ranks} ranks{shared}" if stages * ranks > 1 else _ONE_STAGE
         return f"{where}, {self.microbatches} microbatches{each}"
+
+    @property
+    def divided(self) -> Mapping[Any, int]:
+        """Open sizes that members cut, and the numbers that have to divide them."""
+        return _torch.divisors(self.program.limits)
 
     def breaks(self, args: Sequence[Any], count: int) -> str:
         """What the program, as passes have left it, assumes of the sizes of arguments and is
