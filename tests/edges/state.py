@@ -836,6 +836,17 @@ def a_norm_of_gradients_that_have_changed_places():
     torch.nn.utils.get_total_norm([bias.grad for bias in biases])
 
 
+@row("the norm of the gradient of", ranks=(2,))
+def a_norm_of_what_has_been_written_to_its_data():
+    """Its owner may have done as much by then, or not yet."""
+    model, step, *_ = trained()
+    step(rows(0)).backward()
+    first, *_, last = model.parameters()
+    for parameter in (first, last):
+        parameter.grad.data.mul_(7)
+        torch.linalg.vector_norm(parameter.grad)
+
+
 @row(ranks=(2,))
 def what_is_computed_into_tensors_that_are_given():
     """Of a gradient that another rank has nothing is computed here; nor is what it goes into."""

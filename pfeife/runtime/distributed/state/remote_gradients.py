@@ -17,6 +17,7 @@ made none takes the first, and who has made as many the other. Each is then know
 changes it, or reads it again.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeGuard
 
@@ -46,7 +47,7 @@ class Norms:
         self.orders = {2.0}  # of which norms may be asked for
         self.first: dict[float, dict[int, torch.Tensor]] = {}  # own ones, before any change
         self.versions: dict[int, int] = {}  # of gradients then
-        self.written: set[int] = set()  # of gradients of others that have been changed since
+        self.written = Counter[int]()  # how often gradients of others have been changed since
 
     def begin(self) -> None:
         """After a backward: takes the norms of this rank's gradients before any is changed."""
@@ -71,14 +72,15 @@ class Norms:
             raise ValueError(
                 f"the norm of the gradient of {owned.name} is asked for on a rank that does not "
                 f"train it, and rank {owned.first} has changed it since, or not yet as often, or "
-                "has another one in its place: read the norms of all gradients before any is "
-                "changed, or clip by pfeife.clip_grad_norm_, which ranks do together"
+                "has another one in its place (changes of its data are not counted): read the "
+                "norms of all gradients before any is changed, or clip by pfeife.clip_grad_norm_, "
+                "which ranks do together"
             )
         return norm
 
     def change(self, number: int) -> None:
         """A gradient that another rank has has been changed, on every rank."""
-        self.written.add(number)
+        self.written[number] += 1
         for norms in self.told.values():
             norms.pop(number, None)
 
@@ -129,7 +131,9 @@ class Norms:
         for number, owned in self.owned.items():
             first, is_known, now, changes = every[owned.first][number]
             norm = now if number in self.written else first
-            is_same = changes == own[number][3] if number in self.written else is_known
+            # Writes to `data` count no version, so nobody knows how many an owner has done.
+            counted = changes == own[number][3] == self.written[number]
+            is_same = counted if number in self.written else is_known
             by_number[number] = norm if is_same and number not in moved else None
         return by_number
 
