@@ -51,7 +51,7 @@ BUDGET = {
     "runtime/distributed/links": 775,
     "runtime/distributed/liveness": 500,
     "runtime/distributed/served": 770,
-    "runtime/distributed/state": 690,
+    "runtime/distributed/state": 695,
     "runtime/distributed/world": 680,
     "runtime/local": 260,
     "sched": 770,

@@ -17,7 +17,7 @@ made none takes the first, and who has made as many the other. Each is then know
 changes it, or reads it again.
 """
 
-from collections import Counter
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeGuard
 
@@ -47,7 +47,8 @@ class Norms:
         self.orders = {2.0}  # of which norms may be asked for
         self.first: dict[float, dict[int, torch.Tensor]] = {}  # own ones, before any change
         self.versions: dict[int, int] = {}  # of gradients then
-        self.written = Counter[int]()  # how often gradients of others have been changed since
+        # Gradients of others that have been changed since, each time by which tensor.
+        self.written: dict[int, list[weakref.ref]] = {}
 
     def begin(self) -> None:
         """After a backward: takes the norms of this rank's gradients before any is changed."""
@@ -78,9 +79,9 @@ class Norms:
             )
         return norm
 
-    def change(self, number: int) -> None:
-        """A gradient that another rank has has been changed, on every rank."""
-        self.written[number] += 1
+    def change(self, number: int, tensor: torch.Tensor) -> None:
+        """A gradient that another rank has has been changed, on every rank, by a tensor."""
+        self.written.setdefault(number, []).append(weakref.ref(tensor))
         for norms in self.told.values():
             norms.pop(number, None)
 
@@ -132,7 +133,9 @@ class Norms:
             first, is_known, now, changes = every[owned.first][number]
             norm = now if number in self.written else first
             # Writes to `data` count no version, so nobody knows how many an owner has done.
-            counted = changes == own[number][3] == self.written[number]
+            writers = self.written.get(number, ())
+            others = sum(writer() is not gradients.get(number) for writer in writers)
+            counted = changes == own[number][3] >= others
             is_same = counted if number in self.written else is_known
             by_number[number] = norm if is_same and number not in moved else None
         return by_number
@@ -180,7 +183,7 @@ class RemoteGradient(Absence):
 
     def written(self, tensor: torch.Tensor) -> None:
         """On every rank, and so may be what it is a view of."""
-        self.norms.change(self.owned.number)
+        self.norms.change(self.owned.number, tensor)
 
     def loaded(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
         """A gradient that is given values stays absent: each rank gives its own."""
