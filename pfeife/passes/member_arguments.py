@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from pfeife.factors.equation import Equation, Label, tensors_of
+from pfeife.factors.recipes import computed
 from pfeife.ir.nodes import bound, sizes_of, source_line
 
 aten = torch.ops.aten
@@ -62,9 +63,7 @@ def _share(make: Make, size: Any, members: int) -> Any:
     is left."""
     if isinstance(size, list | tuple):
         return [_share(make, each, members) for each in size]
-    if isinstance(size, fx.Node):
-        return make(operator.floordiv, size, members)
-    return size if size == -1 else size // members
+    return size if size == -1 else computed(make, operator.floordiv, size, members)
 
 
 def squeezed(node: fx.Node) -> list[int]:

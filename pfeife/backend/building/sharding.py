@@ -42,6 +42,7 @@ def sharding(task: Task, captured: Captured) -> Sequence[Sequence[Pass]]:
         attention=options.attention,
         keepers=keepers,
         prices=member_prices(task.machine(captured.program), microbatches),
+        # Dynamo's graph may have been captured at those of another call.
         sizes=captured.sizes(task.args, options.cut),
         decided=task.world.decided_by_rank_zero,
     )

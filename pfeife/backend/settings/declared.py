@@ -68,7 +68,7 @@ def declared_sizes(captured: Captured, declared: Sizes, count: int) -> dict[str,
             name = _name(port, dim)
             if name in sizes:
                 sizes[name] = size // count if dim == port.batch_dim else size
-    # Of those that members cut, the next one that they divide.
+    # Of those that members cut, the next smaller one that they divide.
     for size, number in _torch.divisors(program.limits).items():
         sizes[str(size)] -= sizes[str(size)] % number
     # What is declared may be beyond what the program holds for: then it is built for its capture.
